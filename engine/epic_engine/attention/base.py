@@ -1,0 +1,127 @@
+"""The attention interface: plan once per forward pass, run once per layer.
+
+A forward pass computes *rows* (tokens) of one or more sequences. Each row attends to two kinds of keys:
+
+- *private* keys of its own sequence: recomputed tokens, the question, generated tokens. Causal by position.
+- *runs* of compiled chunks: consecutive slots of an immutable KV, shared by every row, request and batch. A row
+  either lies behind a run and sees all of it, or before it and sees nothing, so a run is dense and unmasked.
+
+Keys of a run are rotated at the chunk's own slots; a row reads them with its query rotated by
+``position - run.offset``, which is exact because RoPE depends on distances only (Su et al. 2021, section 3.2.2).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..model.spec import ModelSpec
+
+__all__ = ["AttentionBackend", "Plan", "PrivateKV", "Run", "SequenceRows"]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Consecutive slots of a shared KV as one sequence sees them.
+
+    Attributes
+    ----------
+    kv
+        ``(layers, 2, kv_heads, slots, head_dim)``: keys (canonical order, rotated) and values.
+    start, stop
+        The slots ``[start, stop)`` that are read; never empty.
+    offset
+        A row at position p reads with its query rotated by ``p - offset``.
+    after
+        Rows at positions ``>= after`` read the run, rows before it do not.
+    """
+
+    kv: Tensor
+    start: int
+    stop: int
+    offset: int
+    after: int
+
+    def __post_init__(self) -> None:
+        """Empty or reversed runs would make the attention kernel fail."""
+        if not 0 <= self.start < self.stop <= self.kv.shape[3]:
+            raise ValueError(f"run [{self.start}, {self.stop}) is empty or outside {self.kv.shape[3]} slots")
+
+    @property
+    def shared_as(self) -> tuple[int, int, int]:
+        """Equal for runs that read the same memory, so that their rows can be served together."""
+        return self.kv.data_ptr(), self.start, self.stop
+
+
+class PrivateKV:
+    """Keys and values that belong to one sequence alone, in order of position.
+
+    Parameters
+    ----------
+    spec
+        Model shapes.
+    capacity
+        Tokens to make room for.
+    device
+        Where the buffer lives.
+    base
+        Keys are rotated at ``position - base``. A compiled chunk's own KV uses the chunk's start, so that its keys
+        end up rotated at slots 0 … n - 1 whatever stood before it.
+    """
+
+    def __init__(self, spec: ModelSpec, capacity: int, device: torch.device, base: int = 0) -> None:
+        shape = (spec.num_layers, 2, spec.num_kv_heads, capacity, spec.head_dim)
+        self.kv = torch.empty(shape, dtype=spec.dtype, device=device)
+        self.length = 0
+        self.base = base
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit."""
+        return self.kv.shape[3]
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceRows:
+    """Rows of one sequence in a forward pass.
+
+    Attributes
+    ----------
+    positions
+        Places of the rows, strictly ascending and above every position already in ``private``.
+    private
+        Receives the rows' keys and values; what it holds already is attended to.
+    runs
+        Shared KV that the rows may read.
+    """
+
+    positions: Sequence[int]
+    private: PrivateKV
+    runs: Sequence[Run]
+
+
+class Plan(ABC):
+    """Everything about a forward pass that does not depend on the layer."""
+
+    @abstractmethod
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, options: dict[str, Any]) -> Tensor:
+        """Attention of one layer; see :class:`~epic_engine.model.decoder.AttentionStep`."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Count the rows' keys as part of their sequences, once all layers have run."""
+
+
+class AttentionBackend(ABC):
+    """Makes plans for one kind of device."""
+
+    name: str
+
+    @abstractmethod
+    def plan(self, batch: Sequence[SequenceRows]) -> Plan:
+        """Lay out one forward pass over the rows of all sequences, in the order given."""

@@ -1,0 +1,308 @@
+"""Segment attention in plain torch, for CPUs and as the fallback on CUDA.
+
+Every piece (a run, the private keys) is computed densely as an output and a log-sum-exp and the pieces are merged
+exactly in float32. Rows that read the same run share one product, each with its query rotated by its own distance;
+grouped query heads are folded into the rows, so a key is read once for all of them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..model.decoder import Decoder
+from .base import AttentionBackend, Plan, PrivateKV, Run, SequenceRows
+
+__all__ = ["TorchBackend", "dense_math"]
+
+# Rotated queries of this many (row, run) pairs are made at a time: more would leave the caches.
+_PAIRS_PER_BLOCK = 2048
+
+_Dense = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
+
+
+def dense_math(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Dense attention by matrix products in at least float32: runs everywhere and shows what the others compute.
+
+    Parameters
+    ----------
+    q, k, v
+        ``(batch, heads, rows, dim)`` and ``(batch, heads, keys, dim)``.
+    scale
+        Factor on the scores.
+    causal
+        Row i sees keys 0 … i only.
+
+    Returns
+    -------
+    tuple of Tensor
+        Output ``(batch, rows, heads, dim)`` and log-sum-exp ``(batch, rows, heads)``.
+    """
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * scale
+    if causal:
+        rows, keys = scores.shape[-2:]
+        hidden = torch.ones(rows, keys, dtype=torch.bool, device=q.device).triu(1)
+        scores.masked_fill_(hidden, -torch.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    out = torch.matmul(torch.exp(scores - lse[..., None]), v.to(wide)).to(q.dtype)
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def dense_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Dense attention by torch's CPU flash kernel; arguments and results as :func:`dense_math`."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def dense_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Dense attention by torch's CUDA flash kernel (16-bit types); arguments and results as :func:`dense_math`."""
+    if q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] > 256:
+        return dense_math(q, k, v, scale, causal)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """All pairs of one block that read the same run: pairs ``[first, last)``."""
+
+    kv: Tensor
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some of the (row, run) pairs of a pass."""
+
+    rows: Tensor
+    distances: Tensor
+    slots: Tensor
+    groups: tuple[_Group, ...]
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """Rows ``[first, last)`` of the pass, and the private KV they extend."""
+
+    first: int
+    last: int
+    private: PrivateKV
+    held: int
+
+
+class TorchBackend(AttentionBackend):
+    """Attention through torch's own kernels.
+
+    Parameters
+    ----------
+    decoder
+        The model whose rotary tables and shapes are used.
+    dense
+        Dense attention with log-sum-exp; None picks the one for the decoder's device.
+    """
+
+    name = "torch"
+
+    def __init__(self, decoder: Decoder, dense: _Dense | None = None) -> None:
+        self._decoder = decoder
+        self._dense = dense or {"cpu": dense_cpu, "cuda": dense_cuda}.get(decoder.device.type, dense_math)
+
+    def plan(self, batch: Sequence[SequenceRows]) -> TorchPlan:
+        """Group rows by the run they read and tabulate their rotations."""
+        return TorchPlan(self._decoder, self._dense, batch)
+
+
+class TorchPlan(Plan):
+    """One forward pass; made by :class:`TorchBackend`."""
+
+    def __init__(self, decoder: Decoder, dense: _Dense, batch: Sequence[SequenceRows]) -> None:
+        self._decoder = decoder
+        self._dense = dense
+        self._wide = torch.float64 if decoder.dtype == torch.float64 else torch.float32
+        device = decoder.device
+        self._sequences: list[_Sequence] = []
+        local: list[int] = []
+        readers: dict[tuple[int, int, int], list[tuple[Run, int, list[int]]]] = {}
+        for item in batch:
+            first, private = len(local), item.private
+            if private.length + len(item.positions) > private.capacity:
+                raise ConfigError(
+                    f"{len(item.positions)} rows do not fit a private KV of {private.capacity} tokens "
+                    f"that holds {private.length}."
+                )
+            local.extend(p - private.base for p in item.positions)
+            self._sequences.append(_Sequence(first, len(local), private, private.length))
+            for run in item.runs:
+                begin = bisect_left(item.positions, run.after)
+                if begin < len(item.positions):
+                    distances = [p - run.offset for p in item.positions[begin:]]
+                    readers.setdefault(run.shared_as, []).append((run, first + begin, distances))
+        self._rows = len(local)
+        self._local = torch.tensor(local, dtype=torch.int64, device=device)
+        self._blocks = [self._block(b, device) for b in _split(list(readers.values()))]
+        self._factors: dict[int, tuple[Tensor, list[Tensor]]] = {}
+
+    def _block(self, groups: list[list[tuple[Run, int, list[int]]]], device: torch.device) -> _Block:
+        rows: list[int] = []
+        distances: list[int] = []
+        slots: list[int] = []
+        made = []
+        for index, group in enumerate(groups):
+            first, run = len(rows), group[0][0]
+            for _, begin, turns in group:
+                rows.extend(range(begin, begin + len(turns)))
+                distances.extend(turns)
+            # Slot 0 of the merge is what the rows have gathered so far; each group adds one.
+            made.append(_Group(run.kv, run.start, run.stop, first, len(rows)))
+            slots.extend([index + 1] * (len(rows) - first))
+        flat = [s * self._rows + r for s, r in zip(slots, rows, strict=True)]
+
+        def tensor(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        return _Block(tensor(rows), tensor(distances), tensor(flat), tuple(made))
+
+    def _turns(self, layer: int) -> tuple[Tensor, list[Tensor]] | None:
+        """Rotation factors of rows and of each block's pairs; shared by the layers of one table."""
+        table = self._decoder.tables[layer]
+        if table is None:
+            return None
+        if id(table) not in self._factors:
+            blocks = [table.rows(b.distances)[None, :, None] for b in self._blocks]
+            self._factors[id(table)] = (table.rows(self._local)[None, :, None], blocks)
+        return self._factors[id(table)]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, options: dict[str, Any]) -> Tensor:
+        """Attention of one layer; see :class:`~epic_engine.model.decoder.AttentionStep`."""
+        heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[3]
+        group = heads // kv_heads
+        turns = self._turns(layer)
+        query = self._complex(q[0].unflatten(0, (kv_heads, group)).transpose(1, 2))
+        key = self._complex(k[0][:, :, None])
+        if turns is not None:
+            key = key * turns[0]
+        key = torch.view_as_real(key).flatten(-2)[:, :, 0]
+        own = query if turns is None else query * turns[0]
+        own_query = self._narrow(own)
+
+        shape = (self._rows, group, kv_heads)
+        total = torch.empty((*shape, dim), dtype=self._wide, device=q.device)
+        lse = torch.empty(shape, dtype=self._wide, device=q.device)
+        for seq in self._sequences:
+            keys, values = seq.private.kv[layer]
+            stop = seq.held + seq.last - seq.first
+            keys[:, seq.held : stop] = key[:, seq.first : seq.last]
+            values[:, seq.held : stop] = v[0][:, seq.first : seq.last]
+            out, weight = self._own(own_query[:, seq.first : seq.last], keys[:, :stop], values[:, :stop], seq, scaling)
+            total[seq.first : seq.last] = out
+            lse[seq.first : seq.last] = weight
+        for index, block in enumerate(self._blocks):
+            pairs = query.index_select(1, block.rows)
+            if turns is not None:
+                pairs = pairs * turns[1][index]
+            lse = self._merge(total, lse, block, self._narrow(pairs), layer, scaling)
+        return total.transpose(1, 2).reshape(1, self._rows, heads, dim).to(q.dtype)
+
+    def _complex(self, x: Tensor) -> Tensor:
+        """``(..., dim)`` in the model's order to ``(..., dim / 2)`` complex in canonical order."""
+        x = self._decoder.as_pairs(x)
+        return torch.view_as_complex(torch.empty(x.shape, dtype=self._wide, device=x.device).copy_(x))
+
+    def _narrow(self, x: Tensor) -> Tensor:
+        """``(kv_heads, rows, group, dim / 2)`` complex to ``(kv_heads, rows, group, dim)`` in the model's dtype."""
+        return torch.view_as_real(x).flatten(-2).to(self._decoder.dtype)
+
+    def _own(
+        self, q: Tensor, keys: Tensor, values: Tensor, seq: _Sequence, scaling: float
+    ) -> tuple[Tensor, Tensor]:
+        """Causal attention of new rows to their sequence's private keys, old and new."""
+        rows, held = seq.last - seq.first, seq.held
+        if rows == 1:
+            return self._folded(q, keys, values, scaling)
+        # The kernel aligns its causal mask to the first key, so old keys form a piece of their own.
+        grouped = (q.shape[0], q.shape[2], rows, keys.shape[-1])
+        new_keys, new_values = (x[:, None, held:].expand(grouped) for x in (keys, values))
+        out, lse = self._dense(q.transpose(1, 2), new_keys, new_values, scaling, True)
+        out = out.permute(1, 2, 0, 3).to(self._wide)
+        lse = lse.permute(1, 2, 0).to(self._wide)
+        if not held:
+            return out, lse
+        old_out, old_lse = self._folded(q, keys[:, :held], values[:, :held], scaling)
+        both = torch.logaddexp(lse, old_lse.to(self._wide))
+        out = out * torch.exp(lse - both)[..., None] + old_out * torch.exp(old_lse - both)[..., None]
+        return out, both
+
+    def _folded(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        """Unmasked attention with grouped heads as rows: ``(rows, group, kv_heads, dim)`` and its log-sum-exp."""
+        rows, group = q.shape[1:3]
+        out, lse = self._dense(q.flatten(1, 2)[None], keys[None], values[None], scaling, False)
+        return out[0].unflatten(0, (rows, group)), lse[0].unflatten(0, (rows, group))
+
+    def _merge(
+        self, total: Tensor, lse: Tensor, block: _Block, q: Tensor, layer: int, scaling: float
+    ) -> Tensor:
+        """Add one block's pieces to ``total`` in place; returns the new log-sum-exp."""
+        outs, weights = [], []
+        for g in block.groups:
+            keys, values = g.kv[layer]
+            out, weight = self._folded(
+                q[:, g.first : g.last], keys[:, g.start : g.stop], values[:, g.start : g.stop], scaling
+            )
+            outs.append(out)
+            weights.append(weight)
+        out, weight = torch.cat(outs), torch.cat(weights).to(self._wide)
+        pieces = weight.new_full((1 + len(block.groups), *lse.shape), -torch.inf)
+        pieces[0] = lse
+        pieces.flatten(0, 1).index_copy_(0, block.slots, weight)
+        both = torch.logsumexp(pieces, dim=0)
+        total.mul_(torch.exp(lse - both)[..., None])
+        share = torch.exp(weight - both.index_select(0, block.rows))
+        total.index_add_(0, block.rows, out * share[..., None])
+        return both
+
+    def commit(self) -> None:
+        """Count the rows' keys as part of their sequences."""
+        for seq in self._sequences:
+            seq.private.length = seq.held + seq.last - seq.first
+
+
+def _split(
+    groups: list[list[tuple[Run, int, list[int]]]],
+) -> list[list[list[tuple[Run, int, list[int]]]]]:
+    """Cut the pairs into blocks of groups.
+
+    A group holds a row at most once: a run that one sequence reads at two offsets (the same chunk twice) makes two
+    groups, so that each of its log-sum-exps has its own slot in the merge.
+    """
+    blocks: list[list[list[tuple[Run, int, list[int]]]]] = []
+    size = _PAIRS_PER_BLOCK
+    for group in groups:
+        waves: list[list[tuple[Run, int, list[int]]]] = []
+        taken: list[set[int]] = []
+        for reader in group:
+            _, begin, turns = reader
+            last_row = begin + len(turns)
+            at = next((i for i, rows in enumerate(taken) if last_row not in rows), len(waves))
+            if at == len(waves):
+                waves.append([])
+                taken.append(set())
+            waves[at].append(reader)
+            taken[at].add(last_row)
+        for wave in waves:
+            count = sum(len(turns) for _, _, turns in wave)
+            if size + count > _PAIRS_PER_BLOCK:
+                blocks.append([])
+                size = 0
+            blocks[-1].append(wave)
+            size += count
+    return blocks

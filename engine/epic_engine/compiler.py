@@ -1,0 +1,90 @@
+"""Token ids (and a compile context) to relocatable KV.
+
+Compiling is linking with the chunk as its own question: the context's KV stands in front as shared runs, the chunk's
+tokens are the rows, and what they leave behind as private KV is the compiled chunk. Its keys are rotated at slots
+0 … n - 1 whatever stood before. Chunks are packed into one forward pass without padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from .attention.base import AttentionBackend, PrivateKV, Run, SequenceRows
+from .contexts import CompileContext
+from .model.decoder import Decoder
+
+__all__ = ["Compiler", "pack"]
+
+
+def pack(lengths: Sequence[int], rows: int) -> list[list[int]]:
+    """Indices of consecutive chunks per forward pass, at most ``rows`` tokens each (one chunk may exceed it)."""
+    batches: list[list[int]] = []
+    used = rows
+    for index, length in enumerate(lengths):
+        if used + length > rows:
+            batches.append([])
+            used = 0
+        batches[-1].append(index)
+        used += length
+    return batches
+
+
+class Compiler:
+    """Compiles batches of chunks with one model.
+
+    Parameters
+    ----------
+    decoder
+        The model.
+    backend
+        Its attention.
+    """
+
+    def __init__(self, decoder: Decoder, backend: AttentionBackend) -> None:
+        self._decoder = decoder
+        self._backend = backend
+        self._contexts: dict[tuple[int, ...], Tensor] = {}
+
+    def compile(
+        self,
+        chunks: Sequence[Sequence[int]],
+        context: CompileContext,
+        run: Callable[[list[int], list[SequenceRows]], None] | None = None,
+    ) -> list[Tensor]:
+        """Compile chunks in one forward pass.
+
+        Parameters
+        ----------
+        chunks
+            Token ids of each chunk, none empty.
+        context
+            What each of them sees before itself.
+        run
+            Runs rows through the model; None runs them here.
+
+        Returns
+        -------
+        list of Tensor
+            KV of each chunk, ``(layers, 2, kv_heads, tokens, head_dim)``.
+        """
+        base = len(context.token_ids)
+        runs: list[Run] = []
+        if base:
+            if context.token_ids not in self._contexts:
+                alone = self.compile([context.token_ids], CompileContext("isolated"), run)
+                self._contexts[context.token_ids] = alone[0]
+            runs = [Run(self._contexts[context.token_ids], 0, base, offset=0, after=base)]
+        batch = []
+        for ids in chunks:
+            private = PrivateKV(self._decoder.spec, len(ids), self._decoder.device, base=base)
+            batch.append(SequenceRows(range(base, base + len(ids)), private, runs))
+        ids = [t for chunk in chunks for t in chunk]
+        if run is not None:
+            run(ids, batch)
+        else:
+            plan = self._backend.plan(batch)
+            self._decoder.run(ids, [p for b in batch for p in b.positions], plan)
+            plan.commit()
+        return [b.private.kv for b in batch]

@@ -1,0 +1,76 @@
+"""Compile contexts: what a chunk sees while it is compiled. Their KV is dropped afterwards.
+
+====================  ==========================================================================
+``isolated``          nothing (EPIC's default: the chunk's first tokens become attention sinks)
+``sink:n``            n dummy tokens, so that the sinks fall on tokens that are dropped (EPIC's LegoLink-0)
+``head``              the prompt's real head, as given to the engine
+====================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .chunks import content_digest
+from .errors import ConfigError
+
+__all__ = ["CompileContext", "parse_context"]
+
+
+@dataclass(frozen=True)
+class CompileContext:
+    """Tokens that stand before a chunk while it is compiled.
+
+    Attributes
+    ----------
+    name
+        As written by the user: ``isolated``, ``sink:4``, ``head``.
+    token_ids
+        The tokens; empty for ``isolated``.
+    """
+
+    name: str
+    token_ids: tuple[int, ...] = ()
+
+    @property
+    def identity(self) -> str:
+        """What a chunk key records: the tokens, for these alone shape the KV."""
+        return content_digest(self.token_ids) if self.token_ids else "isolated"
+
+
+def parse_context(text: str | CompileContext, *, head: Sequence[int], sink_token: int) -> CompileContext:
+    """A compile context from its string form.
+
+    Parameters
+    ----------
+    text
+        ``"isolated"``, ``"sink:n"`` (n ≥ 1 tokens) or ``"head"``; a context is passed through.
+    head
+        Token ids of the prompt's head, for ``"head"``.
+    sink_token
+        Token repeated by ``"sink:n"``.
+
+    Raises
+    ------
+    ConfigError
+        If the name is unknown, n is no positive number, or the head is empty.
+    """
+    if isinstance(text, CompileContext):
+        return text
+    name, _, argument = text.partition(":")
+    if name == "isolated" and not argument:
+        return CompileContext("isolated")
+    if name == "head" and not argument:
+        if not head:
+            raise ConfigError("context='head' needs the head's token ids: pass head=[…] to Engine().")
+        return CompileContext("head", tuple(head))
+    if name == "sink":
+        try:
+            count = int(argument)
+        except ValueError:
+            count = 0
+        if count < 1:
+            raise ConfigError(f"context={text!r} needs a number of tokens of at least 1, as in 'sink:4'.")
+        return CompileContext(text, (sink_token,) * count)
+    raise ConfigError(f"unknown compile context {text!r}: use 'isolated', 'sink:n' or 'head'.")

@@ -1,0 +1,689 @@
+"""The engine: compile, generate, stream, close. One lock, no globals."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from .attention.base import AttentionBackend, PrivateKV, Run, SequenceRows
+from .attention.torch_backend import TorchBackend
+from .chunks import ChunkKey, CompiledChunk, content_digest
+from .compiler import Compiler, pack
+from .config import EngineConfig, SamplingParams
+from .contexts import CompileContext, parse_context
+from .detokenizer import Detokenizer
+from .errors import (
+    ChunkNotFoundError,
+    ConfigError,
+    ContextLengthError,
+    EngineClosedError,
+    InsufficientResourcesError,
+)
+from .linking.layout import Body, Layout, LinkPlan
+from .linking.policies import LinkPolicy, parse_policy
+from .memory.file_store import FileStore
+from .memory.prefix_cache import PrefixCache
+from .memory.residency import Residency
+from .memory.store import ChunkInfo, ChunkStore, MemoryStore, available_memory
+from .model.decoder import Decoder
+from .model.loader import load_model
+from .model.selftest import SelfTestReport, gate
+from .request import Completion, RequestStats, StreamEvent
+from .sampler import Sampler, TokenLogprob
+
+__all__ = ["CompileEstimate", "Engine", "Prompt", "Stream"]
+
+logger = logging.getLogger(__name__)
+
+Prompt = Sequence[Sequence[int] | ChunkKey]
+
+
+@dataclass(frozen=True)
+class CompileEstimate:
+    """What compiling will take.
+
+    Attributes
+    ----------
+    chunks, tokens
+        Chunks that are not compiled yet, and their tokens.
+    disk_bytes, memory_bytes
+        KV to store, and peak memory while a batch is computed.
+    seconds
+        From a short measurement on this machine.
+    """
+
+    chunks: int
+    tokens: int
+    disk_bytes: int
+    memory_bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.chunks} chunks, {self.tokens} tokens: {self.disk_bytes / 2**20:.0f} MiB to store, "
+            f"{self.memory_bytes / 2**20:.0f} MiB of memory, about {self.seconds:.0f} s"
+        )
+
+
+class Engine:
+    """Compiles token ids into relocatable KV, links them into prompts and generates.
+
+    Any number of threads may use one engine; forward passes take turns.
+
+    Parameters
+    ----------
+    model
+        A folder, a hub id, a ``.gguf`` file (dequantised), the alias ``"smollm2"``, or a loaded Hugging Face model.
+    tokenizer
+        Tokenizer for a loaded model; needed for text and stop strings.
+    store
+        Directory of compiled chunks, a :class:`~epic_engine.memory.store.ChunkStore`, or None for memory.
+    head
+        Token ids of the prompt's head for ``context="head"``.
+    attention
+        ``"auto"`` or ``"torch"``.
+    **options
+        Fields of :class:`~epic_engine.config.EngineConfig`: device, dtype, max_model_len, namespace, context,
+        policy, rows_per_step, prefix_cache_bytes, selftest.
+
+    Raises
+    ------
+    ModelLoadError
+        If the model is not found or unreadable; :class:`~epic_engine.errors.UnsupportedModelError` if it cannot be
+        served exactly.
+    SelfTestError
+        If the engine's numbers differ from the untouched model's.
+    ConfigError
+        If an option is unknown or cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokenizer: Any = None,
+        store: str | os.PathLike[str] | ChunkStore | None = None,
+        head: Sequence[int] = (),
+        attention: str = "auto",
+        **options: Any,
+    ) -> None:
+        try:
+            self.config = EngineConfig(**options)
+        except TypeError as error:
+            known = ", ".join(sorted(EngineConfig.__dataclass_fields__))
+            raise ConfigError(f"{error}. Known options: tokenizer, store, head, attention, {known}.") from None
+        if attention not in ("auto", "torch"):
+            raise ConfigError(f"attention={attention!r} is not available: use 'auto' or 'torch'.")
+        self.policy = parse_policy(self.config.policy)
+        loaded, found, device = load_model(
+            model, tokenizer=tokenizer, device=self.config.device, dtype=self.config.dtype
+        )
+        self.decoder = Decoder(loaded, found, self.config.max_model_len)
+        self.tokenizer = found
+        self.device = device
+        self.spec = self.decoder.spec
+        self.fingerprint = self.decoder.fingerprint
+        self.max_model_len = self.decoder.max_model_len
+        self._head = tuple(head)
+        self.context = self._context(self.config.context)
+        self.backend: AttentionBackend = TorchBackend(self.decoder)
+        self.selftest: SelfTestReport | None = gate(self.decoder, self.backend) if self.config.selftest else None
+        self._lock = threading.RLock()
+        self._compiler = Compiler(self.decoder, self.backend)
+        self._prefixes = PrefixCache(self.config.prefix_cache_bytes)
+        self._residency = Residency(device)
+        self._own_store = not isinstance(store, ChunkStore)
+        self.store: ChunkStore = _open_store(store)
+        self._seconds_per_token: float | None = None
+        self._closed = False
+
+    # -- compiling ---------------------------------------------------------------------------------------------
+
+    def _context(self, context: str | CompileContext | None) -> CompileContext:
+        if context is None:
+            return self.context
+        config = self.decoder.reference.config
+        sink = next((i for i in (config.bos_token_id, *sorted(self.spec.end_ids)) if isinstance(i, int)), 0)
+        return parse_context(context, head=self._head, sink_token=sink)
+
+    def key_of(self, token_ids: Sequence[int], context: str | CompileContext | None = None) -> ChunkKey:
+        """The key that these tokens have, or would have, in this engine's model and namespace."""
+        return ChunkKey.of(self.fingerprint, self.config.namespace, self._context(context).identity, token_ids)
+
+    def find(self, token_ids: Sequence[int]) -> ChunkKey | None:
+        """Best compiled form of exactly these tokens for this model and namespace, or None.
+
+        The engine's default context is preferred, then the newest form.
+        """
+        self._check_open()
+        preferred = self.key_of(token_ids)
+        if self.store.info(preferred) is not None:
+            return preferred
+        forms = self.store.forms(self.config.namespace, self.fingerprint, content_digest(token_ids))
+        return forms[-1].key if forms else None
+
+    def compile(self, token_ids: Sequence[int], context: str | CompileContext | None = None) -> ChunkKey:
+        """Compile one chunk and store it; returns when it is durable. A known chunk costs nothing.
+
+        Parameters
+        ----------
+        token_ids
+            The chunk's tokens.
+        context
+            What it sees while it is compiled; None takes the engine's default.
+        """
+        return self.compile_many([token_ids], context)[0]
+
+    def compile_many(
+        self,
+        chunks: Sequence[Sequence[int]],
+        context: str | CompileContext | None = None,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[ChunkKey]:
+        """Compile chunks in batches and store them.
+
+        Each batch is durable before the next begins, so an interrupted call goes on where it stopped when it is
+        repeated.
+
+        Parameters
+        ----------
+        chunks
+            Token ids of each chunk.
+        context
+            What each sees while it is compiled; None takes the engine's default.
+        progress
+            Called with tokens done and tokens to do, first with 0.
+
+        Returns
+        -------
+        list of ChunkKey
+            In the order given; equal chunks have equal keys.
+
+        Raises
+        ------
+        ConfigError
+            If a chunk is empty or holds ids outside the vocabulary.
+        ContextLengthError
+            If a chunk and its context exceed ``max_model_len``.
+        InsufficientResourcesError
+            If the KV would not fit the store, or a batch not the memory; before any work.
+        """
+        self._check_open()
+        where = self._context(context)
+        keys = [ChunkKey.of(self.fingerprint, self.config.namespace, where.identity, ids) for ids in chunks]
+        for index, ids in enumerate(chunks):
+            self._check_ids(ids, f"chunk {index}")
+            if len(ids) + len(where.token_ids) > self.max_model_len:
+                raise ContextLengthError(
+                    f"chunk {index} has {len(ids)} tokens and its compile context {len(where.token_ids)}, more than "
+                    f"max_model_len={self.max_model_len}: split it."
+                )
+        todo = self._missing(chunks, keys)
+        if todo:
+            self._check_fits(todo)
+        total = sum(len(ids) for _, ids in todo)
+        done = 0
+        if progress:
+            progress(0, total)
+        for batch in pack([len(ids) for _, ids in todo], self.config.rows_per_step):
+            part = [todo[i] for i in batch]
+            self._compile_batch(part, where)
+            done += sum(len(ids) for _, ids in part)
+            if progress:
+                progress(done, total)
+        return keys
+
+    def _missing(
+        self, chunks: Sequence[Sequence[int]], keys: Sequence[ChunkKey]
+    ) -> list[tuple[ChunkKey, tuple[int, ...]]]:
+        known = self.store.known(list(dict.fromkeys(keys)))
+        wanted = {key: tuple(ids) for key, ids in zip(keys, chunks, strict=True) if key not in known}
+        return list(wanted.items())
+
+    def _compile_batch(self, part: list[tuple[ChunkKey, tuple[int, ...]]], where: CompileContext) -> None:
+        kvs = self._compiler.compile([ids for _, ids in part], where, self._run_rows)
+        now = time.time()
+        entries = []
+        for (key, ids), kv in zip(part, kvs, strict=True):
+            info = ChunkInfo(
+                key,
+                self.config.namespace,
+                self.fingerprint,
+                content_digest(ids),
+                where.name,
+                ids,
+                where.token_ids,
+                kv.nbytes,
+                now,
+            )
+            entries.append((info, kv))
+        self.store.put(entries)
+
+    def estimate(
+        self, chunks: Sequence[Sequence[int]], context: str | CompileContext | None = None
+    ) -> CompileEstimate:
+        """What :meth:`compile_many` would take for these chunks; known ones cost nothing.
+
+        Measures the model's speed once, on a short chunk.
+        """
+        self._check_open()
+        where = self._context(context)
+        keys = [ChunkKey.of(self.fingerprint, self.config.namespace, where.identity, ids) for ids in chunks]
+        todo = self._missing(chunks, keys)
+        tokens = sum(len(ids) for _, ids in todo)
+        seconds = tokens * self._token_seconds() if todo else 0.0
+        return CompileEstimate(
+            len(todo), tokens, tokens * self.spec.kv_bytes_per_token, self._batch_bytes(todo), seconds
+        )
+
+    def _token_seconds(self) -> float:
+        if self._seconds_per_token is None:
+            length = min(256, self.max_model_len)
+            ids = [(7 * i + 11) % self.spec.vocab_size for i in range(length)]
+            for _ in range(2):  # the first run warms up
+                start = time.perf_counter()
+                self._compiler.compile([ids], CompileContext("isolated"), self._run_rows)
+                self._seconds_per_token = (time.perf_counter() - start) / length
+        assert self._seconds_per_token is not None
+        return self._seconds_per_token
+
+    def _batch_bytes(self, todo: Sequence[tuple[ChunkKey, tuple[int, ...]]]) -> int:
+        """Peak memory of a batch: its KV twice (computed and being written) and the widest activations."""
+        longest = max((len(ids) for _, ids in todo), default=0)
+        rows = min(sum(len(ids) for _, ids in todo), max(self.config.rows_per_step, longest))
+        wide = 12 * self.spec.hidden_size * max(self.spec.dtype.itemsize, 4)
+        return rows * (2 * self.spec.kv_bytes_per_token + wide)
+
+    def _check_fits(self, todo: Sequence[tuple[ChunkKey, tuple[int, ...]]]) -> None:
+        tokens = sum(len(ids) for _, ids in todo)
+        disk, free = tokens * self.spec.kv_bytes_per_token, self.store.free_bytes()
+        if disk > free:
+            raise InsufficientResourcesError(
+                f"{len(todo)} chunks ({tokens} tokens) take {disk / 2**30:.2f} GiB of KV, the store has "
+                f"{free / 2**30:.2f} GiB free: ingest less, free some space, or use a smaller model."
+            )
+        memory = self._batch_bytes(todo)
+        have = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else available_memory()
+        if memory > have:
+            raise InsufficientResourcesError(
+                f"a batch takes {memory / 2**30:.2f} GiB of memory, {have / 2**30:.2f} GiB are free: lower "
+                f"rows_per_step={self.config.rows_per_step} or split the longest chunk."
+            )
+
+    def chunk(self, key: ChunkKey) -> CompiledChunk:
+        """Look a compiled chunk up, with its KV.
+
+        Raises
+        ------
+        ChunkNotFoundError
+            If this model and namespace do not have it.
+        """
+        info = self._info(key)
+        return CompiledChunk(key, info.token_ids, info.context_ids, self.store.load(key))
+
+    def _info(self, key: ChunkKey) -> ChunkInfo:
+        info = self.store.info(key)
+        # A key says nothing to whoever guesses it: another tenant's chunk does not exist here.
+        if info is None or info.namespace != self.config.namespace or info.fingerprint != self.fingerprint:
+            raise ChunkNotFoundError(
+                f"no compiled chunk {key} for this model in namespace {self.config.namespace!r}: compile its tokens."
+            )
+        return info
+
+    def forget(self, keys: Sequence[ChunkKey]) -> int:
+        """Delete chunks of this namespace from the store; returns how many there were."""
+        self._check_open()
+        mine = [k for k in keys if (i := self.store.info(k)) is not None and i.namespace == self.config.namespace]
+        return self.store.delete(mine)
+
+    # -- generating --------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        policy: str | LinkPolicy | None = None,
+    ) -> Completion:
+        """Link a prompt and generate.
+
+        Parameters
+        ----------
+        prompt
+            Segments in order: token ids (computed) or keys of compiled chunks (linked). Any mix, any order, the
+            same chunk twice.
+        sampling
+            How to draw tokens; greedy by default.
+        policy
+            Link policy; None takes the engine's default.
+
+        Raises
+        ------
+        ContextLengthError
+            If prompt and ``max_tokens`` exceed ``max_model_len``; before any work.
+        ChunkNotFoundError
+            If a key is unknown.
+        ConfigError
+            If the prompt is empty, ids lie outside the vocabulary, or the policy is unknown.
+        """
+        stream = self.stream(prompt, sampling, policy=policy)
+        for _ in stream:
+            pass
+        return stream.completion
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        policy: str | LinkPolicy | None = None,
+    ) -> Stream:
+        """As :meth:`generate`, but yields tokens as they come.
+
+        Bad input is refused here and not at the first token.
+
+        Returns
+        -------
+        Stream
+            Iterates over :class:`~epic_engine.request.StreamEvent`; ``close()`` cancels and frees everything;
+            ``completion`` is there once it has ended.
+        """
+        begin = time.perf_counter()
+        self._check_open()
+        params = sampling or SamplingParams()
+        if params.stop and self.tokenizer is None:
+            raise ConfigError("stop strings need a tokenizer: pass tokenizer=… to Engine(), or use stop_token_ids.")
+        if any(not 0 <= t < self.spec.vocab_size for t in params.logit_bias):
+            raise ConfigError(f"logit_bias names tokens outside the vocabulary of {self.spec.vocab_size}.")
+        chosen = self.policy if policy is None else parse_policy(policy)
+        infos = self._resolve(prompt)
+        self._check_length(infos, params.max_tokens)
+        return Stream(self, infos, params, chosen, begin)
+
+    def score(
+        self, prompt: Prompt, continuation: Sequence[int], *, policy: str | LinkPolicy | None = None
+    ) -> Tensor:
+        """Logits that predict each token of a given continuation (teacher forcing).
+
+        Parameters
+        ----------
+        prompt
+            As in :meth:`generate`.
+        continuation
+            Token ids that follow the prompt; at least one.
+        policy
+            Link policy; None takes the engine's default.
+
+        Returns
+        -------
+        Tensor
+            ``(len(continuation), vocab)`` float32 on the CPU; row i predicts ``continuation[i]``.
+        """
+        self._check_open()
+        self._check_ids(continuation, "the continuation")
+        chosen = self.policy if policy is None else parse_policy(policy)
+        infos = self._resolve(prompt)
+        self._check_length(infos, len(continuation))
+        link = self._link(infos, chosen, room=len(continuation))
+        rows = [link.logits.float().cpu()]
+        if len(continuation) > 1:
+            places = range(len(link.layout), len(link.layout) + len(continuation) - 1)
+            rows.append(self._forward(continuation[:-1], [link.rows(places)], last=len(places)).float().cpu())
+        return torch.cat(rows)
+
+    def _resolve(self, prompt: Prompt) -> list[tuple[int, ...] | ChunkInfo]:
+        """Check the prompt's segments; looks into the catalogue but touches no KV."""
+        if isinstance(prompt, ChunkKey | str) or any(isinstance(s, int) for s in prompt):
+            raise ConfigError("a prompt is a list of segments: [[token ids], chunk key, …].")
+        resolved: list[tuple[int, ...] | ChunkInfo] = []
+        for index, segment in enumerate(prompt):
+            if isinstance(segment, ChunkKey):
+                resolved.append(self._info(segment))
+            elif len(segment):
+                self._check_ids(segment, f"segment {index}")
+                resolved.append(tuple(segment))
+        if not resolved:
+            raise ConfigError("the prompt is empty: give at least one token.")
+        return resolved
+
+    def _check_ids(self, ids: Sequence[int], what: str) -> None:
+        if not len(ids):
+            raise ConfigError(f"{what} has no tokens.")
+        if min(ids) < 0 or max(ids) >= self.spec.vocab_size:
+            raise ConfigError(
+                f"{what} has token ids {min(ids)}…{max(ids)}, the vocabulary is 0…{self.spec.vocab_size - 1}: was it "
+                "tokenised with another model's tokenizer?"
+            )
+
+    def _check_length(self, infos: Sequence[tuple[int, ...] | ChunkInfo], new: int) -> None:
+        length = sum(len(i.token_ids if isinstance(i, ChunkInfo) else i) for i in infos)
+        if length + new > self.max_model_len:
+            raise ContextLengthError(
+                f"the prompt has {length} tokens and {new} more are asked for, {length + new} in all, but "
+                f"max_model_len={self.max_model_len}: retrieve fewer or shorter chunks, or lower max_tokens to "
+                f"{max(self.max_model_len - length, 0)}."
+            )
+
+    def _link(self, infos: Sequence[tuple[int, ...] | ChunkInfo], policy: LinkPolicy, room: int) -> _Linked:
+        begin = time.perf_counter()
+        parts: list[tuple[Sequence[int], Body | None]] = []
+        for item in infos:
+            if isinstance(item, ChunkInfo):
+                kv = self._residency.on_device(item.key, lambda key=item.key: self.store.load(key))
+                parts.append((item.token_ids, Body(kv, item.context_ids)))
+            else:
+                parts.append((item, None))
+        layout = policy.arrange(Layout(parts), self._prefixes)
+        plan = LinkPlan(layout, policy.select(layout))
+        loaded = time.perf_counter()
+        private = PrivateKV(self.spec, len(plan.rows) + room, self.device)
+        linked = _Linked(layout, plan, private)
+        ids, step = plan.row_ids, self.config.rows_per_step
+        for at in range(0, len(ids), step):
+            rows = linked.rows(plan.rows[at : at + step])
+            last = at + step >= len(ids)
+            linked.logits = self._forward(ids[at : at + step], [rows], last=1 if last else 0)
+        if policy.caches_prompt and plan.recomputed == 0:
+            start = len(layout) - len(plan.rows)
+            self._prefixes.insert(layout.token_ids, private.kv[:, :, :, : len(plan.rows)], start)
+        linked.load_seconds = loaded - begin
+        linked.link_seconds = time.perf_counter() - loaded
+        return linked
+
+    def _forward(self, ids: Sequence[int], batch: list[SequenceRows], last: int) -> Tensor:
+        """One forward pass; returns the logits of the last rows, ``(last, vocab)`` (nothing for ``last=0``)."""
+        with self._lock:
+            self._check_open()
+            plan = self.backend.plan(batch)
+            positions = [p for rows in batch for p in rows.positions]
+            if last:
+                logits = self.decoder.logits(ids, positions, plan, last=last)
+            else:
+                self.decoder.run(ids, positions, plan)
+                logits = torch.empty(0, self.spec.vocab_size)
+            plan.commit()
+            return logits
+
+    def _run_rows(self, ids: list[int], batch: list[SequenceRows]) -> None:
+        self._forward(ids, batch, last=0)
+
+    # -- life --------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("this engine was closed: make a new one.")
+
+    def close(self) -> None:
+        """Free the KV and close the store, unless the store was passed in open. Closing twice is fine."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._prefixes.clear()
+            self._residency.clear()
+            if self._own_store:
+                self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _open_store(store: str | os.PathLike[str] | ChunkStore | None) -> ChunkStore:
+    if store is None:
+        return MemoryStore()
+    return store if isinstance(store, ChunkStore) else FileStore(Path(store))
+
+
+class _Linked:
+    """A linked prompt: its plan, its private KV and the logits of its last token."""
+
+    def __init__(self, layout: Layout, plan: LinkPlan, private: PrivateKV) -> None:
+        self.layout = layout
+        self.plan = plan
+        self.private = private
+        self.runs: list[Run] = plan.runs
+        self.logits = torch.empty(0)
+        self.load_seconds = 0.0
+        self.link_seconds = 0.0
+
+    def rows(self, positions: Sequence[int]) -> SequenceRows:
+        """Rows of this prompt at the given places."""
+        return SequenceRows(positions, self.private, self.runs)
+
+
+class Stream:
+    """A running generation; made by :meth:`Engine.stream`.
+
+    Iterate over it for :class:`~epic_engine.request.StreamEvent` objects. Work begins with the first one. Leaving
+    early and :meth:`close` (also from another thread) cancel it; either way its KV is freed.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        infos: list[tuple[int, ...] | ChunkInfo],
+        params: SamplingParams,
+        policy: LinkPolicy,
+        begin: float,
+    ) -> None:
+        self._cancelled = threading.Event()
+        self._completion: Completion | None = None
+        self._events = self._run(engine, infos, params, policy, begin)
+
+    def __iter__(self) -> Iterator[StreamEvent]:
+        return self
+
+    def __next__(self) -> StreamEvent:
+        return next(self._events)
+
+    def close(self) -> None:
+        """Cancel: no more tokens are computed and the KV is freed."""
+        self._cancelled.set()
+        try:
+            self._events.close()
+        except ValueError:
+            # Another thread is inside the generator; it sees the flag before its next token.
+            pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def completion(self) -> Completion:
+        """The whole answer; what there is of it if the stream was cancelled.
+
+        Raises
+        ------
+        ConfigError
+            If the stream has not ended.
+        """
+        if self._completion is None:
+            raise ConfigError("the stream has not ended: iterate over it, or close it, before reading completion.")
+        return self._completion
+
+    def _run(
+        self,
+        engine: Engine,
+        infos: list[tuple[int, ...] | ChunkInfo],
+        params: SamplingParams,
+        policy: LinkPolicy,
+        begin: float,
+    ) -> Iterator[StreamEvent]:
+        stats = RequestStats(policy=str(policy))
+        tokens: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        text = Detokenizer(engine.tokenizer, params.stop)
+        reason: Any = "cancelled"
+        linked: _Linked | None = None
+        try:
+            if self._cancelled.is_set():
+                return
+            linked = engine._link(infos, policy, room=params.max_tokens)
+            _count(stats, linked)
+            sampler = Sampler(params, linked.layout.token_ids)
+            ends = set(params.stop_token_ids) | (set() if params.ignore_eos else engine.spec.end_ids)
+            logits = linked.logits[-1]
+            while not self._cancelled.is_set():
+                drawn = sampler.draw(logits)
+                now = time.perf_counter() - begin
+                stats.times.first_token = stats.times.first_token or now
+                stats.times.total = now
+                if drawn.token_id in ends:
+                    reason = "stop"
+                    break
+                tokens.append(drawn.token_id)
+                stats.generated = len(tokens)
+                if params.logprobs is not None:
+                    logprobs.append(drawn)
+                piece = text.push(drawn.token_id)
+                ended = text.stopped or len(tokens) == params.max_tokens
+                if ended:
+                    reason = "stop" if text.stopped else "length"
+                    piece += text.finish()
+                yield StreamEvent(drawn.token_id, piece, drawn if params.logprobs is not None else None)
+                if ended:
+                    break
+                place = len(linked.layout) + len(tokens) - 1
+                logits = engine._forward([drawn.token_id], [linked.rows([place])], last=1)[-1]
+            if reason == "stop" and not text.stopped:
+                rest = text.finish()
+                if rest:
+                    yield StreamEvent(drawn.token_id, rest)
+        finally:
+            if reason == "cancelled":
+                text.finish()
+            if stats.generated > 1:
+                stats.times.per_token = (stats.times.total - stats.times.first_token) / (stats.generated - 1)
+            if linked is not None:
+                # The generator object may live on in a traceback or a variable; its KV must not.
+                linked.private = None  # type: ignore[assignment]
+                linked.runs = []
+                linked = None
+            self._completion = Completion(tuple(tokens), text.text, reason, stats, tuple(logprobs))
+
+
+def _count(stats: RequestStats, linked: _Linked) -> None:
+    layout = linked.layout
+    stats.prompt = len(layout)
+    stats.linked = sum(len(s.token_ids) for s in layout.linked)
+    stats.recomputed = linked.plan.recomputed
+    stats.rows = len(linked.plan.rows)
+    stats.times.load, stats.times.link = linked.load_seconds, linked.link_seconds
+    if stats.reused:
+        stats.reuse = "exact" if all(s.exact for s in layout.linked) else "composed"

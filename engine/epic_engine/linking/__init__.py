@@ -1,0 +1,1 @@
+"""Laying compiled chunks out behind each other and choosing what is computed anew."""

@@ -1,0 +1,148 @@
+"""Where everything stands in a linked prompt.
+
+A prompt is a list of segments. A segment backed by shared KV is one *instance* of it: the same chunk twice is two
+segments with two offsets. Positions are consecutive over the whole prompt::
+
+    segment    [ head ][ chunk A        ][ chunk B        ][ question ]
+    position     0 …     a …               b …               q …
+    computed     (A, B: the slots a policy chose)            all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from ..attention.base import Run
+
+__all__ = ["Body", "Layout", "LinkPlan", "Segment", "runs_between"]
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """Shared KV behind a segment.
+
+    Attributes
+    ----------
+    kv
+        ``(layers, 2, kv_heads, slots, head_dim)``.
+    context_ids
+        Tokens that stood before it when it was computed; its KV is exact where the prompt begins with them.
+    rotation_base
+        Keys are rotated at ``slot + rotation_base``: 0 for compiled chunks, the absolute place for cached prefixes.
+    """
+
+    kv: Tensor
+    context_ids: tuple[int, ...]
+    rotation_base: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Consecutive tokens of a prompt, with or without shared KV.
+
+    Attributes
+    ----------
+    start
+        Position of the first token.
+    token_ids
+        The tokens; never empty.
+    body
+        Shared KV of all the tokens, or None for plain tokens.
+    exact
+        Whether the shared KV is what full computation would give at this place.
+    """
+
+    start: int
+    token_ids: tuple[int, ...]
+    body: Body | None
+    exact: bool
+
+    @property
+    def stop(self) -> int:
+        """Position behind the last token."""
+        return self.start + len(self.token_ids)
+
+
+class Layout:
+    """A prompt's segments at their positions.
+
+    Parameters
+    ----------
+    parts
+        Pairs of token ids and shared KV (or None), in order; empty parts are left out.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Sequence[int], Body | None]]) -> None:
+        segments: list[Segment] = []
+        before: tuple[int, ...] = ()
+        for ids, body in parts:
+            if not ids:
+                continue
+            exact = body is not None and body.context_ids == before
+            segments.append(Segment(len(before), tuple(ids), body, exact))
+            before += tuple(ids)
+        self.segments = tuple(segments)
+        self.token_ids = before
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @cached_property
+    def linked(self) -> tuple[Segment, ...]:
+        """Segments with shared KV."""
+        return tuple(s for s in self.segments if s.body is not None)
+
+
+def runs_between(length: int, slots: Sequence[int]) -> list[tuple[int, int]]:
+    """Maximal runs ``[a, b)`` of slots 0 … length - 1 outside the sorted ``slots``."""
+    runs = []
+    begin = 0
+    for slot in [*slots, length]:
+        if slot > begin:
+            runs.append((begin, slot))
+        begin = slot + 1
+    return runs
+
+
+class LinkPlan:
+    """Which tokens of a layout are computed, and which runs of shared KV the rest reads.
+
+    Parameters
+    ----------
+    layout
+        The prompt.
+    recompute
+        Per index of a linked segment in ``layout.segments``: sorted slots to compute anew. The last token of the
+        prompt is always added, for its logits are wanted.
+    """
+
+    def __init__(self, layout: Layout, recompute: Mapping[int, Sequence[int]]) -> None:
+        self.layout = layout
+        self.rows: list[int] = []
+        self.runs: list[Run] = []
+        self.recomputed = 0
+        last = len(layout) - 1
+        for index, segment in enumerate(layout.segments):
+            if segment.body is None:
+                self.rows.extend(range(segment.start, segment.stop))
+                continue
+            slots = sorted(set(recompute.get(index, ())))
+            if slots and (slots[0] < 0 or slots[-1] >= len(segment.token_ids)):
+                raise ValueError(f"slots {slots[0]}…{slots[-1]} lie outside a segment of {len(segment.token_ids)}")
+            if segment.stop - 1 == last and (not slots or slots[-1] != last - segment.start):
+                slots.append(last - segment.start)
+            self.rows.extend(segment.start + s for s in slots)
+            self.recomputed += len(slots)
+            for a, b in runs_between(len(segment.token_ids), slots):
+                self.runs.append(
+                    Run(segment.body.kv, a, b, segment.start - segment.body.rotation_base, segment.start + b)
+                )
+
+    @property
+    def row_ids(self) -> list[int]:
+        """Token ids of the rows."""
+        return [self.layout.token_ids[p] for p in self.rows]

@@ -1,0 +1,1 @@
+"""Where KV lives: the store on disk and the cache of exact prefixes."""

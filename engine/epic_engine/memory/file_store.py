@@ -1,0 +1,362 @@
+"""A chunk store in one directory: KV in safetensors files, a SQLite catalogue beside them.
+
+::
+
+    DIR/catalogue.sqlite            one row a chunk; what is not in here does not exist
+    DIR/kv/ab/abcd….safetensors     one file a chunk, named by its key, mapped into memory when it is linked
+    DIR/tmp/<writer>/               files being written; swept when their writer is gone
+
+A chunk is written to ``tmp``, flushed to disk, renamed into ``kv`` and only then entered into the catalogue. A
+process that dies in between leaves at most a file that nothing names; the next writer of the same key replaces it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sqlite3
+import threading
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..chunks import ChunkKey
+from ..errors import ChunkNotFoundError, StoreError, StoreFormatError
+from .store import ChunkInfo, ChunkStore, VerifyReport
+
+__all__ = ["FileStore"]
+
+_SCHEMA_VERSION = 1
+_SCHEMA = """
+CREATE TABLE chunks (
+    key TEXT PRIMARY KEY,
+    namespace TEXT NOT NULL,
+    fingerprint TEXT NOT NULL,
+    content TEXT NOT NULL,
+    context TEXT NOT NULL,
+    token_ids BLOB NOT NULL,
+    context_ids BLOB NOT NULL,
+    nbytes INTEGER NOT NULL,
+    shape TEXT NOT NULL,
+    dtype TEXT NOT NULL,
+    checksum TEXT NOT NULL,
+    created REAL NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX chunks_by_content ON chunks (namespace, fingerprint, content, created);
+"""
+_COLUMNS = "key, namespace, fingerprint, content, context, token_ids, context_ids, nbytes, created"
+# Maps kept open; the kernel allows about 65,000 a process.
+_MAX_MAPS = 8192
+
+
+def _checksum(kv: Tensor) -> str:
+    flat = kv.detach().contiguous().cpu().flatten()
+    return xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy().data) if flat.numel() else "empty"
+
+
+def _pack(ids: Sequence[int]) -> bytes:
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def _unpack(raw: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(raw, dtype="<i4").tolist())
+
+
+def _fsync_directory(path: Path) -> None:
+    if os.name == "nt":  # a directory cannot be opened there, and a rename is durable without it
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class FileStore(ChunkStore):
+    """Chunks in one directory, shared by any number of threads and processes.
+
+    Parameters
+    ----------
+    path
+        Directory; made if absent.
+
+    Raises
+    ------
+    StoreFormatError
+        If it was written by a newer version.
+    StoreError
+        If it cannot be opened or written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).expanduser().absolute()
+        self._lock = threading.RLock()
+        self._maps: OrderedDict[ChunkKey, Tensor] = OrderedDict()
+        self._writer: tuple[Path, FileLock] | None = None
+        try:
+            (self.path / "kv").mkdir(parents=True, exist_ok=True)
+            (self.path / "tmp").mkdir(exist_ok=True)
+            self._db = sqlite3.connect(
+                self.path / "catalogue.sqlite", timeout=60, isolation_level=None, check_same_thread=False
+            )
+            self._open_catalogue()
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(
+                f"the chunk store {self.path} cannot be opened: {error}. Give a directory that can be written, or "
+                "move the damaged catalogue.sqlite away and ingest again."
+            ) from error
+        self._sweep()
+
+    def _open_catalogue(self) -> None:
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=FULL")
+        with self._transaction():
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version == 0:
+                for statement in _SCHEMA.strip().split(";"):
+                    if statement.strip():
+                        self._db.execute(statement)
+                self._db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
+            elif version != _SCHEMA_VERSION:
+                raise StoreFormatError(
+                    f"the chunk store {self.path} has format {version}, this version reads {_SCHEMA_VERSION}: "
+                    "upgrade epic-rag, or ingest into a new directory."
+                )
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+
+    def _sweep(self) -> None:
+        """Remove what writers left that are gone: their lock can be taken."""
+        for lock_path in (self.path / "tmp").glob("*.lock"):
+            lock = FileLock(lock_path)
+            try:
+                lock.acquire(timeout=0)
+            except (Timeout, OSError):
+                continue
+            shutil.rmtree(lock_path.with_suffix(""), ignore_errors=True)
+            # Unlinked while held: a new writer never reuses a name, so nobody waits for this file.
+            lock_path.unlink(missing_ok=True)
+            lock.release()
+
+    def _scratch(self) -> Path:
+        if self._writer is None:
+            directory = self.path / "tmp" / uuid.uuid4().hex
+            lock = FileLock(directory.with_suffix(".lock"))
+            lock.acquire()
+            directory.mkdir()
+            self._writer = directory, lock
+        return self._writer[0]
+
+    def _file(self, key: ChunkKey) -> Path:
+        return self.path / "kv" / key.hex[:2] / f"{key.hex}.safetensors"
+
+    def put(self, chunks: Sequence[tuple[ChunkInfo, Tensor]]) -> None:
+        """Keep chunks; returns when they are durable."""
+        with self._lock:
+            self._check_open()
+            rows, directories = [], set()
+            for info, kv in chunks:
+                kv = kv.detach().contiguous().cpu()
+                temporary = self._scratch() / f"{info.key}.safetensors"
+                target = self._file(info.key)
+                try:
+                    metadata = {
+                        "format": "epic-rag chunk",
+                        "key": info.key.hex,
+                        "fingerprint": info.fingerprint,
+                        "context": info.context,
+                        "token_ids": json.dumps(info.token_ids),
+                    }
+                    save_file({"kv": kv}, temporary, metadata=metadata)
+                    with open(temporary, "rb+") as file:
+                        os.fsync(file.fileno())
+                    if not target.parent.exists():
+                        target.parent.mkdir(exist_ok=True)
+                        _fsync_directory(target.parent.parent)
+                    os.replace(temporary, target)
+                except (OSError, SafetensorError) as error:
+                    temporary.unlink(missing_ok=True)
+                    raise StoreError(f"chunk {info.key} could not be written to {self.path}: {error}") from error
+                directories.add(target.parent)
+                self._maps.pop(info.key, None)
+                rows.append(
+                    (
+                        info.key.hex,
+                        info.namespace,
+                        info.fingerprint,
+                        info.content,
+                        info.context,
+                        _pack(info.token_ids),
+                        _pack(info.context_ids),
+                        kv.nbytes,
+                        json.dumps(list(kv.shape)),
+                        str(kv.dtype),
+                        _checksum(kv),
+                        info.created,
+                    )
+                )
+            for directory in directories:
+                _fsync_directory(directory)
+            with self._transaction():
+                self._db.executemany(f"INSERT OR REPLACE INTO chunks VALUES ({','.join('?' * 12)})", rows)
+
+    def _info(self, row: tuple[object, ...]) -> ChunkInfo:
+        key, namespace, fingerprint, content, context, token_ids, context_ids, nbytes, created = row
+        return ChunkInfo(
+            ChunkKey(str(key)),
+            str(namespace),
+            str(fingerprint),
+            str(content),
+            str(context),
+            _unpack(token_ids),  # type: ignore[arg-type]
+            _unpack(context_ids),  # type: ignore[arg-type]
+            int(nbytes),  # type: ignore[call-overload]
+            float(created),  # type: ignore[arg-type]
+        )
+
+    def info(self, key: ChunkKey) -> ChunkInfo | None:
+        """Catalogue entry, or None."""
+        with self._lock:
+            self._check_open()
+            row = self._db.execute(f"SELECT {_COLUMNS} FROM chunks WHERE key=?", (key.hex,)).fetchone()
+        return self._info(row) if row else None
+
+    def load(self, key: ChunkKey) -> Tensor:
+        """KV of a chunk as a memory map, compared with its checksum when this process first opens it.
+
+        Raises
+        ------
+        ChunkNotFoundError
+            If it is not stored, or was damaged: then it is taken out of the catalogue, so that it is compiled again.
+        """
+        with self._lock:
+            self._check_open()
+            row = self._db.execute("SELECT shape, dtype, checksum FROM chunks WHERE key=?", (key.hex,)).fetchone()
+            if row is None:
+                self._maps.pop(key, None)
+                raise ChunkNotFoundError(f"chunk {key} is not in {self.path}: compile its tokens again.")
+            if key in self._maps:
+                self._maps.move_to_end(key)
+                return self._maps[key]
+            try:
+                kv = self._map(key)
+                intact = json.loads(row[0]) == list(kv.shape) and row[1] == str(kv.dtype) and row[2] == _checksum(kv)
+                reason = "its bytes differ from what was written"
+            except (OSError, SafetensorError, ValueError) as error:
+                intact, reason = False, str(error)
+            if not intact:
+                self.delete([key])
+                raise ChunkNotFoundError(f"chunk {key} was set aside ({reason}): compile its tokens again.")
+            self._maps[key] = kv
+            while len(self._maps) > _MAX_MAPS:
+                self._maps.popitem(last=False)
+            return kv
+
+    def _map(self, key: ChunkKey) -> Tensor:
+        with safe_open(self._file(key), framework="pt") as file:
+            return file.get_tensor("kv")  # type: ignore[no-any-return]
+
+    def forms(self, namespace: str, fingerprint: str, content: str) -> list[ChunkInfo]:
+        """All compiled forms of some token ids, oldest first."""
+        with self._lock:
+            self._check_open()
+            rows = self._db.execute(
+                f"SELECT {_COLUMNS} FROM chunks WHERE namespace=? AND fingerprint=? AND content=? ORDER BY created",
+                (namespace, fingerprint, content),
+            ).fetchall()
+        return [self._info(row) for row in rows]
+
+    def delete(self, keys: Sequence[ChunkKey]) -> int:
+        """Forget chunks; the catalogue entry goes first, then the file."""
+        with self._transaction():
+            self._check_open()
+            count = 0
+            for key in keys:
+                count += self._db.execute("DELETE FROM chunks WHERE key=?", (key.hex,)).rowcount
+        for key in keys:
+            self._maps.pop(key, None)
+            with contextlib.suppress(OSError):
+                self._file(key).unlink(missing_ok=True)
+        return count
+
+    def entries(self) -> Iterator[ChunkInfo]:
+        """All catalogue entries, oldest first."""
+        with self._lock:
+            self._check_open()
+            rows = self._db.execute(f"SELECT {_COLUMNS} FROM chunks ORDER BY created, key").fetchall()
+        return (self._info(row) for row in rows)
+
+    def verify(self, *, repair: bool = False) -> VerifyReport:
+        """Read every chunk and compare it with its checksum; look for files that nothing names."""
+        report = VerifyReport()
+        # Files are listed first: one that is written meanwhile must not look like an orphan.
+        files = {p.stem: p for p in (self.path / "kv").glob("*/*.safetensors")}
+        with self._lock:
+            self._check_open()
+            rows = self._db.execute("SELECT key, shape, dtype, checksum FROM chunks").fetchall()
+        for hexadecimal, shape, dtype, checksum in rows:
+            report.checked += 1
+            files.pop(hexadecimal, None)
+            key = ChunkKey(hexadecimal)
+            try:
+                kv = self._map(key)
+                if json.loads(shape) != list(kv.shape) or dtype != str(kv.dtype) or checksum != _checksum(kv):
+                    report.corrupt.append(hexadecimal)
+            except FileNotFoundError:
+                report.missing.append(hexadecimal)
+            except (OSError, SafetensorError, ValueError):
+                report.corrupt.append(hexadecimal)
+        with self._lock:
+            report.orphans = sorted(
+                str(p.relative_to(self.path))
+                for stem, p in files.items()
+                if self._db.execute("SELECT 1 FROM chunks WHERE key=?", (stem,)).fetchone() is None
+            )
+        if repair:
+            self.delete([ChunkKey(k) for k in report.corrupt + report.missing])
+            for orphan in report.orphans:
+                (self.path / orphan).unlink(missing_ok=True)
+        return report
+
+    def free_bytes(self) -> int:
+        """Free bytes on the disk."""
+        return shutil.disk_usage(self.path).free
+
+    def _check_open(self) -> None:
+        if self._db is None:
+            raise StoreError(f"the chunk store {self.path} was closed: open it again.")
+
+    def close(self) -> None:
+        """Close the catalogue and remove this writer's scratch folder."""
+        with self._lock:
+            if self._db is None:
+                return
+            self._maps.clear()
+            self._db.close()
+            self._db = None  # type: ignore[assignment]
+            if self._writer is not None:
+                directory, lock = self._writer
+                shutil.rmtree(directory, ignore_errors=True)
+                Path(lock.lock_file).unlink(missing_ok=True)
+                lock.release()
+                self._writer = None

@@ -1,0 +1,1 @@
+"""From a name to a decoder that runs chosen rows: loading, observation, rotary tables, the correctness gate."""

@@ -1,0 +1,98 @@
+"""From logits to the next token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .config import SamplingParams
+
+__all__ = ["Sampler", "TokenLogprob"]
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of a generated token under the model (before temperature and filters).
+
+    Attributes
+    ----------
+    token_id
+        The token drawn.
+    logprob
+        Natural logarithm of its probability.
+    top
+        The most likely tokens with their log-probabilities, best first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Sampler:
+    """Draws one request's tokens.
+
+    Parameters
+    ----------
+    params
+        Settings.
+    prompt_ids
+        Tokens of the prompt, which the repetition penalty counts, too.
+    """
+
+    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
+        self._params = params
+        self._seen = torch.tensor(sorted(set(prompt_ids)), dtype=torch.int64)
+        self._generator = torch.Generator()
+        if params.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(params.seed)
+
+    def draw(self, logits: Tensor) -> TokenLogprob:
+        """Pick the next token.
+
+        Parameters
+        ----------
+        logits
+            ``(vocab,)``.
+        """
+        params = self._params
+        raw = logits.detach().float().cpu()
+        scores = raw.clone()
+        if params.repetition_penalty != 1.0 and self._seen.numel():
+            seen = scores[self._seen]
+            scores[self._seen] = torch.where(
+                seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty
+            )
+        for token, bias in params.logit_bias.items():
+            scores[token] += bias
+        token = int(scores.argmax()) if params.temperature == 0 else self._sample(scores)
+        if params.repetition_penalty != 1.0:
+            self._seen = torch.unique(torch.cat([self._seen, torch.tensor([token])]))
+        if params.logprobs is None:
+            return TokenLogprob(token, float("nan"))
+        logprobs = torch.log_softmax(raw, dim=-1)
+        best = torch.topk(logprobs, min(params.logprobs, logprobs.numel()))
+        top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        return TokenLogprob(token, float(logprobs[token]), top)
+
+    def _sample(self, scores: Tensor) -> int:
+        """Temperature, then top-k, top-p and min-p, each on the distribution the former leaves."""
+        params = self._params
+        scores = scores / params.temperature
+        ordered, ids = torch.sort(scores, descending=True)
+        if params.top_k:
+            ordered, ids = ordered[: params.top_k], ids[: params.top_k]
+        probabilities = torch.softmax(ordered, dim=-1)
+        if params.top_p < 1:
+            before = torch.cumsum(probabilities, dim=-1) - probabilities
+            keep = before < params.top_p  # the first token that reaches top_p is kept
+            probabilities = torch.where(keep, probabilities, 0)
+        if params.min_p > 0:
+            probabilities = torch.where(probabilities >= params.min_p * probabilities[0], probabilities, 0)
+        choice = torch.multinomial(probabilities, 1, generator=self._generator)
+        return int(ids[choice])

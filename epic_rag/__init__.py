@@ -1,0 +1,1 @@
+"""Documents in, answers out: the text side of epic-rag."""
