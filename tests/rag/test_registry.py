@@ -367,7 +367,7 @@ def test_two_processes_create_and_write_one_registry(tmp_path):
 
 def test_killed_writer_leaves_whole_documents(tmp_path):
     path = tmp_path / "registry.sqlite"
-    for attempt in range(4):
+    for attempt in range(3):
         writer = start_writer(path, "a", 0)
         reported = -1
         for line in writer.stdout:

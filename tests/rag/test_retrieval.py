@@ -147,7 +147,7 @@ def minilm():
 
 
 def test_minilm(minilm):
-    assert (minilm.name, minilm.dim) == ("all-MiniLM-L6-v2", 384)
+    assert (minilm.name, minilm.dim) == ("all-MiniLM-L6-v2 max_tokens=512", 384)
     assert minilm._model is None
     done = []
     minilm._progress = lambda count, total: done.append((count, total))
@@ -178,11 +178,11 @@ def test_minilm_finds_by_meaning(minilm):
     assert retriever.search("How do I bake a cake?", 1)[0].chunk_id == "flour"
 
 
-def test_max_tokens_reads_further(minilm):
+def test_the_end_of_a_long_chunk_is_read(minilm):
     head = "The bridge was closed for repairs. " * 40
-    longer = MiniLMEmbedder(device="cpu", max_tokens=512)
-    assert longer.name != minilm.name
-    short, long = (e.embed([head, head + "Add the flour to the eggs."]) for e in (minilm, longer))
+    shorter = MiniLMEmbedder(device="cpu", max_tokens=256)
+    assert shorter.name != minilm.name
+    short, long = (e.embed([head, head + "Add the flour to the eggs."]) for e in (shorter, minilm))
     assert short[0] @ short[1] > 0.9999
     assert long[0] @ long[1] < 0.9999
 
@@ -204,6 +204,8 @@ def test_embedder_refuses(tmp_path):
         SentenceTransformerEmbedder("m", batch_size=0)
     with pytest.raises(ConfigError, match="max_tokens"):
         SentenceTransformerEmbedder("m", max_tokens=0)
+    with pytest.raises(ConfigError, match="at most 512"):
+        MiniLMEmbedder(max_tokens=513)
     pytest.importorskip("sentence_transformers")
     with pytest.raises(ConfigError, match="cannot be loaded"):
         SentenceTransformerEmbedder(tmp_path / "absent", local_files_only=True).embed(["x"])

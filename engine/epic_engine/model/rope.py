@@ -134,7 +134,7 @@ def observe_pairs(apply_rotary: _ApplyRotary, head_dim: int, width: int) -> Pair
         images = torch.nonzero(turned[a]).flatten().tolist()
         if len(images) > 1:
             raise problem
-        if not images or turned[a, images[0]] < 0:
+        if images in ([], [a]) or turned[a, images[0]] < 0:  # passes, or is the imaginary part
             continue
         b = images[0]
         back = torch.nonzero(turned[b]).flatten().tolist()
@@ -149,7 +149,7 @@ def observe_pairs(apply_rotary: _ApplyRotary, head_dim: int, width: int) -> Pair
     if len(used) != 2 * len(real) or len(passing) % 2 or not real:
         raise problem
     # Without sin a passing dimension must come out as it went in, whatever cos is.
-    if any(diagonal[d, d] != 1 for d in passing):
+    if any(diagonal[d, d] != 1 or turned[d, d] != 1 for d in passing):
         raise problem
     pairs = torch.tensor(real), torch.tensor(imaginary)
     order = torch.cat([torch.stack(pairs, dim=1).flatten(), torch.tensor(passing, dtype=torch.int64)])
