@@ -134,7 +134,7 @@ class Engine:
         self.fingerprint = self.decoder.fingerprint
         self.max_model_len = self.decoder.max_model_len
         self._head = tuple(head)
-        self.context = self._context(self.config.context)
+        self.context = self.parse_context(self.config.context)
         self.backend: AttentionBackend = TorchBackend(self.decoder)
         self.selftest: SelfTestReport | None = gate(self.decoder, self.backend) if self.config.selftest else None
         self._lock = threading.RLock()
@@ -148,7 +148,14 @@ class Engine:
 
     # -- compiling ---------------------------------------------------------------------------------------------
 
-    def _context(self, context: str | CompileContext | None) -> CompileContext:
+    def parse_context(self, context: str | CompileContext | None) -> CompileContext:
+        """A compile context from its string form; None is the engine's default.
+
+        Raises
+        ------
+        ConfigError
+            If the name is unknown or its argument does not fit.
+        """
         if context is None:
             return self.context
         config = self.decoder.reference.config
@@ -157,15 +164,15 @@ class Engine:
 
     def key_of(self, token_ids: Sequence[int], context: str | CompileContext | None = None) -> ChunkKey:
         """The key that these tokens have, or would have, in this engine's model and namespace."""
-        return ChunkKey.of(self.fingerprint, self.config.namespace, self._context(context).identity, token_ids)
+        return ChunkKey.of(self.fingerprint, self.config.namespace, self.parse_context(context).identity, token_ids)
 
-    def find(self, token_ids: Sequence[int]) -> ChunkKey | None:
+    def find(self, token_ids: Sequence[int], context: str | CompileContext | None = None) -> ChunkKey | None:
         """Best compiled form of exactly these tokens for this model and namespace, or None.
 
-        The engine's default context is preferred, then the newest form.
+        The form compiled in ``context`` (None: the engine's default) is preferred, then the newest.
         """
         self._check_open()
-        preferred = self.key_of(token_ids)
+        preferred = self.key_of(token_ids, context)
         if self.store.info(preferred) is not None:
             return preferred
         forms = self.store.forms(self.config.namespace, self.fingerprint, content_digest(token_ids))
@@ -219,7 +226,7 @@ class Engine:
             If the KV would not fit the store, or a batch not the memory; before any work.
         """
         self._check_open()
-        where = self._context(context)
+        where = self.parse_context(context)
         keys = [ChunkKey.of(self.fingerprint, self.config.namespace, where.identity, ids) for ids in chunks]
         for index, ids in enumerate(chunks):
             self._check_ids(ids, f"chunk {index}")
@@ -277,7 +284,7 @@ class Engine:
         Measures the model's speed once, on a short chunk.
         """
         self._check_open()
-        where = self._context(context)
+        where = self.parse_context(context)
         keys = [ChunkKey.of(self.fingerprint, self.config.namespace, where.identity, ids) for ids in chunks]
         todo = self._missing(chunks, keys)
         tokens = sum(len(ids) for _, ids in todo)
@@ -581,6 +588,7 @@ class Stream:
     ) -> None:
         self._cancelled = threading.Event()
         self._completion: Completion | None = None
+        self._policy = str(policy)
         self._events = self._run(engine, infos, params, policy, begin)
 
     def __iter__(self) -> Iterator[StreamEvent]:
@@ -595,8 +603,9 @@ class Stream:
         try:
             self._events.close()
         except ValueError:
-            # Another thread is inside the generator; it sees the flag before its next token.
-            pass
+            return  # another thread is inside the generator; it sees the flag before its next token
+        if self._completion is None:  # closed before the first token
+            self._completion = Completion((), "", "cancelled", RequestStats(policy=self._policy))
 
     def __enter__(self) -> Self:
         return self
