@@ -46,7 +46,9 @@ class Detokenizer:
         now = self._decode(self._ids[self._from :])
         if now.endswith(_INCOMPLETE):
             return ""
-        self._from, self._done = self._done, len(self._ids)
+        if now != before:  # a token without text (a special one) is no context: a space after it would be lost
+            self._from = self._done
+        self._done = len(self._ids)
         return self._release(now[len(before) :], final=False)
 
     def finish(self) -> str:

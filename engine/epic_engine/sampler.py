@@ -83,7 +83,7 @@ class Sampler:
     def _sample(self, scores: Tensor) -> int:
         """Temperature, then top-k, top-p and min-p, each on the distribution the former leaves."""
         params = self._params
-        scores = scores / params.temperature
+        scores = (scores - scores.max()) / params.temperature  # the maximum stays finite however small the divisor
         ordered, ids = torch.sort(scores, descending=True)
         if params.top_k:
             ordered, ids = ordered[: params.top_k], ids[: params.top_k]

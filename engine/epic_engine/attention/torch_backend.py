@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..model.decoder import Decoder
 from .base import AttentionBackend, Plan, PrivateKV, Run, SequenceRows
+from .spans import Span, worth_a_span
 
 __all__ = ["TorchBackend", "dense_math"]
 
@@ -80,7 +81,7 @@ class _Group:
     last: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Block:
     """Some of the (row, run) pairs of a pass."""
 
@@ -88,6 +89,19 @@ class _Block:
     distances: Tensor
     slots: Tensor
     groups: tuple[_Group, ...]
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    def scratch(self, name: str, like: Tensor, dim: int) -> Tensor:
+        """A buffer shaped as ``like`` with one entry a pair in ``dim``; the same for every layer.
+
+        Fresh memory costs more than the arithmetic here: its pages are cleared one by one.
+        """
+        found = self.buffers.get(name)
+        if found is None:
+            shape = list(like.shape)
+            shape[dim] = self.rows.numel()
+            found = self.buffers[name] = torch.empty(shape, dtype=like.dtype, device=like.device)
+        return found
 
 
 @dataclass(frozen=True)
@@ -98,6 +112,7 @@ class _Sequence:
     last: int
     private: PrivateKV
     held: int
+    span: Span | None
 
 
 class TorchBackend(AttentionBackend):
@@ -141,8 +156,11 @@ class TorchPlan(Plan):
                     f"that holds {private.length}."
                 )
             local.extend(p - private.base for p in item.positions)
-            self._sequences.append(_Sequence(first, len(local), private, private.length))
-            for run in item.runs:
+            span = None
+            if len(item.positions) > 1 and worth_a_span(item, decoder.spec):
+                span = Span(decoder, item, first)
+            self._sequences.append(_Sequence(first, len(local), private, private.length, span))
+            for run in item.runs if span is None else ():
                 begin = bisect_left(item.positions, run.after)
                 if begin < len(item.positions):
                     distances = [p - run.offset for p in item.positions[begin:]]
@@ -199,19 +217,24 @@ class TorchPlan(Plan):
         total = torch.empty((*shape, dim), dtype=self._wide, device=q.device)
         lse = torch.empty(shape, dtype=self._wide, device=q.device)
         for seq in self._sequences:
-            keys, values = seq.private.kv[layer]
+            keys, values = seq.private.kv[layer, 0], seq.private.kv[layer, 1]
             stop = seq.held + seq.last - seq.first
             keys[:, seq.held : stop] = key[:, seq.first : seq.last]
             values[:, seq.held : stop] = v[0][:, seq.first : seq.last]
             out, weight = self._own(own_query[:, seq.first : seq.last], keys[:, :stop], values[:, :stop], seq, scaling)
             total[seq.first : seq.last] = out
             lse[seq.first : seq.last] = weight
+            if seq.span is not None:
+                self._read_span(total, lse, own_query, seq.span, layer, scaling)
         for index, block in enumerate(self._blocks):
-            pairs = query.index_select(1, block.rows)
+            pairs = torch.index_select(query, 1, block.rows, out=block.scratch("pairs", query, 1))
             if turns is not None:
-                pairs = pairs * turns[1][index]
-            lse = self._merge(total, lse, block, self._narrow(pairs), layer, scaling)
-        return total.transpose(1, 2).reshape(1, self._rows, heads, dim).to(q.dtype)
+                pairs *= turns[1][index]
+            rotated = block.scratch("rotated", own_query, 1).copy_(torch.view_as_real(pairs).flatten(-2))
+            lse = self._merge(total, lse, block, rotated, layer, scaling)
+        result = torch.empty((1, self._rows, heads, dim), dtype=q.dtype, device=q.device)
+        result.view(self._rows, kv_heads, group, dim).copy_(total.transpose(1, 2))
+        return result
 
     def _complex(self, x: Tensor) -> Tensor:
         """``(..., dim)`` in the model's order to ``(..., dim / 2)`` complex in canonical order."""
@@ -248,32 +271,59 @@ class TorchPlan(Plan):
         out, lse = self._dense(q.flatten(1, 2)[None], keys[None], values[None], scaling, False)
         return out[0].unflatten(0, (rows, group)), lse[0].unflatten(0, (rows, group))
 
+    def _read_span(
+        self, total: Tensor, lse: Tensor, q: Tensor, span: Span, layer: int, scaling: float
+    ) -> None:
+        """Add a sequence's laid-out runs to ``total`` and ``lse`` in place."""
+        keys, values = span.lay_out(layer)
+        for r in span.rectangles:
+            out, weight = self._folded(
+                q[:, r.first : r.last], keys[:, r.start : r.stop], values[:, r.start : r.stop], scaling
+            )
+            held = lse[r.first : r.last]
+            both = torch.logaddexp(held, weight.to(self._wide))
+            share = torch.exp(weight - both)[..., None]
+            total[r.first : r.last].lerp_(out.to(self._wide), share)
+            held.copy_(both)
+
     def _merge(
         self, total: Tensor, lse: Tensor, block: _Block, q: Tensor, layer: int, scaling: float
     ) -> Tensor:
         """Add one block's pieces to ``total`` in place; returns the new log-sum-exp."""
         outs, weights = [], []
         for g in block.groups:
-            keys, values = g.kv[layer]
-            out, weight = self._folded(
-                q[:, g.first : g.last], keys[:, g.start : g.stop], values[:, g.start : g.stop], scaling
-            )
+            # One indexing call each: unpacking kv[layer] costs as much as a small product.
+            keys, values = g.kv[layer, 0, :, g.start : g.stop], g.kv[layer, 1, :, g.start : g.stop]
+            out, weight = self._folded(q[:, g.first : g.last], keys, values, scaling)
             outs.append(out)
             weights.append(weight)
-        out, weight = torch.cat(outs), torch.cat(weights).to(self._wide)
-        pieces = weight.new_full((1 + len(block.groups), *lse.shape), -torch.inf)
+        pieces = lse.new_full((1 + len(block.groups), *lse.shape), -torch.inf)
         pieces[0] = lse
-        pieces.flatten(0, 1).index_copy_(0, block.slots, weight)
-        both = torch.logsumexp(pieces, dim=0)
-        total.mul_(torch.exp(lse - both)[..., None])
-        share = torch.exp(weight - both.index_select(0, block.rows))
-        total.index_add_(0, block.rows, out * share[..., None])
-        return both
+        pieces.flatten(0, 1).index_copy_(0, block.slots, torch.cat(weights).to(self._wide))
+        top = pieces.amax(dim=0)
+        shares = pieces.sub_(top).exp_()
+        mass = shares.sum(dim=0)
+        shares /= mass
+        total.mul_(shares[0, ..., None])
+        share = shares.flatten(0, 1).index_select(0, block.slots)
+        parts = block.scratch("parts", total, 0)
+        _concatenate(outs, parts)
+        parts *= share[..., None]
+        total.index_add_(0, block.rows, parts)
+        return top + mass.log_()
 
     def commit(self) -> None:
         """Count the rows' keys as part of their sequences."""
         for seq in self._sequences:
             seq.private.length = seq.held + seq.last - seq.first
+
+
+def _concatenate(parts: Sequence[Tensor], out: Tensor) -> None:
+    """Copy parts behind each other along the first dimension, converting as they go."""
+    at = 0
+    for part in parts:
+        out[at : at + part.shape[0]].copy_(part)
+        at += part.shape[0]
 
 
 def _split(

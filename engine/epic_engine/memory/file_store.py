@@ -8,6 +8,8 @@
 
 A chunk is written to ``tmp``, flushed to disk, renamed into ``kv`` and only then entered into the catalogue. A
 process that dies in between leaves at most a file that nothing names; the next writer of the same key replaces it.
+Files appear in ``kv`` and leave it inside a catalogue transaction only, so no process removes what another one is
+about to enter.
 """
 
 from __future__ import annotations
@@ -71,6 +73,24 @@ def _pack(ids: Sequence[int]) -> bytes:
 
 def _unpack(raw: bytes) -> tuple[int, ...]:
     return tuple(np.frombuffer(raw, dtype="<i4").tolist())
+
+
+def _row(info: ChunkInfo, kv: Tensor) -> tuple[object, ...]:
+    """A chunk as the catalogue keeps it, in the order of the schema."""
+    return (
+        info.key.hex,
+        info.namespace,
+        info.fingerprint,
+        info.content,
+        info.context,
+        _pack(info.token_ids),
+        _pack(info.context_ids),
+        kv.nbytes,
+        json.dumps(list(kv.shape)),
+        str(kv.dtype),
+        _checksum(kv),
+        info.created,
+    )
 
 
 def _fsync_directory(path: Path) -> None:
@@ -137,13 +157,15 @@ class FileStore(ChunkStore):
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
         with self._lock:
+            self._check_open()
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
+                self._db.execute("COMMIT")
             except BaseException:
-                self._db.execute("ROLLBACK")
+                with contextlib.suppress(sqlite3.Error):  # some errors, such as a full disk, have rolled back already
+                    self._db.execute("ROLLBACK")
                 raise
-            self._db.execute("COMMIT")
 
     def _sweep(self) -> None:
         """Remove what writers left that are gone: their lock can be taken."""
@@ -174,51 +196,49 @@ class FileStore(ChunkStore):
         """Keep chunks; returns when they are durable."""
         with self._lock:
             self._check_open()
-            rows, directories = [], set()
-            for info, kv in chunks:
-                kv = kv.detach().contiguous().cpu()
-                temporary = self._scratch() / f"{info.key}.safetensors"
-                target = self._file(info.key)
-                try:
-                    metadata = {
-                        "format": "epic-rag chunk",
-                        "key": info.key.hex,
-                        "fingerprint": info.fingerprint,
-                        "context": info.context,
-                        "token_ids": json.dumps(info.token_ids),
-                    }
-                    save_file({"kv": kv}, temporary, metadata=metadata)
-                    with open(temporary, "rb+") as file:
-                        os.fsync(file.fileno())
-                    if not target.parent.exists():
-                        target.parent.mkdir(exist_ok=True)
-                        _fsync_directory(target.parent.parent)
-                    os.replace(temporary, target)
-                except (OSError, SafetensorError) as error:
+            scratch = self._scratch()
+            written: list[tuple[Path, Path]] = []
+            rows = []
+            try:
+                for info, kv in chunks:
+                    kv = kv.detach().contiguous().cpu()
+                    target = self._file(info.key)
+                    written.append((scratch / target.name, target))
+                    self._write(written[-1][0], info, kv)
+                    rows.append(_row(info, kv))
+                with self._transaction():
+                    self._publish(written)
+                    self._db.executemany(f"INSERT OR REPLACE INTO chunks VALUES ({','.join('?' * 12)})", rows)
+            except (OSError, SafetensorError, sqlite3.Error) as error:
+                for temporary, _ in written:
                     temporary.unlink(missing_ok=True)
-                    raise StoreError(f"chunk {info.key} could not be written to {self.path}: {error}") from error
-                directories.add(target.parent)
+                raise StoreError(f"{len(chunks)} chunks could not be written to {self.path}: {error}") from error
+            for info, _ in chunks:
                 self._maps.pop(info.key, None)
-                rows.append(
-                    (
-                        info.key.hex,
-                        info.namespace,
-                        info.fingerprint,
-                        info.content,
-                        info.context,
-                        _pack(info.token_ids),
-                        _pack(info.context_ids),
-                        kv.nbytes,
-                        json.dumps(list(kv.shape)),
-                        str(kv.dtype),
-                        _checksum(kv),
-                        info.created,
-                    )
-                )
-            for directory in directories:
-                _fsync_directory(directory)
-            with self._transaction():
-                self._db.executemany(f"INSERT OR REPLACE INTO chunks VALUES ({','.join('?' * 12)})", rows)
+
+    def _write(self, file: Path, info: ChunkInfo, kv: Tensor) -> None:
+        metadata = {
+            "format": "epic-rag chunk",
+            "key": info.key.hex,
+            "fingerprint": info.fingerprint,
+            "context": info.context,
+            "token_ids": json.dumps(info.token_ids),
+        }
+        save_file({"kv": kv}, file, metadata=metadata)
+        with open(file, "rb+") as handle:
+            os.fsync(handle.fileno())
+
+    def _publish(self, written: Sequence[tuple[Path, Path]]) -> None:
+        """Rename finished files to their places, durably."""
+        directories = {target.parent for _, target in written}
+        for directory in directories:
+            if not directory.exists():
+                directory.mkdir(exist_ok=True)
+                _fsync_directory(directory.parent)
+        for temporary, target in dict.fromkeys(written):
+            os.replace(temporary, target)
+        for directory in directories:
+            _fsync_directory(directory)
 
     def _info(self, row: tuple[object, ...]) -> ChunkInfo:
         key, namespace, fingerprint, content, context, token_ids, context_ids, nbytes, created = row
@@ -281,7 +301,7 @@ class FileStore(ChunkStore):
         with self._lock:
             self._check_open()
             rows = self._db.execute(
-                f"SELECT {_COLUMNS} FROM chunks WHERE namespace=? AND fingerprint=? AND content=? ORDER BY created",
+                f"SELECT {_COLUMNS} FROM chunks WHERE namespace=? AND fingerprint=? AND content=? ORDER BY created, key",
                 (namespace, fingerprint, content),
             ).fetchall()
         return [self._info(row) for row in rows]
@@ -289,15 +309,19 @@ class FileStore(ChunkStore):
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Forget chunks; the catalogue entry goes first, then the file."""
         with self._transaction():
-            self._check_open()
             count = 0
             for key in keys:
                 count += self._db.execute("DELETE FROM chunks WHERE key=?", (key.hex,)).rowcount
-        for key in keys:
-            self._maps.pop(key, None)
-            with contextlib.suppress(OSError):
-                self._file(key).unlink(missing_ok=True)
+        with self._transaction():
+            for key in keys:
+                self._maps.pop(key, None)
+                if not self._named(key.hex):  # another process may have stored it again
+                    with contextlib.suppress(OSError):
+                        self._file(key).unlink(missing_ok=True)
         return count
+
+    def _named(self, hexadecimal: str) -> bool:
+        return self._db.execute("SELECT 1 FROM chunks WHERE key=?", (hexadecimal,)).fetchone() is not None
 
     def entries(self) -> Iterator[ChunkInfo]:
         """All catalogue entries, oldest first."""
@@ -326,16 +350,14 @@ class FileStore(ChunkStore):
                 report.missing.append(hexadecimal)
             except (OSError, SafetensorError, ValueError):
                 report.corrupt.append(hexadecimal)
-        with self._lock:
-            report.orphans = sorted(
-                str(p.relative_to(self.path))
-                for stem, p in files.items()
-                if self._db.execute("SELECT 1 FROM chunks WHERE key=?", (stem,)).fetchone() is None
-            )
         if repair:
             self.delete([ChunkKey(k) for k in report.corrupt + report.missing])
-            for orphan in report.orphans:
-                (self.path / orphan).unlink(missing_ok=True)
+        with self._transaction():
+            orphans = sorted(path for stem, path in files.items() if not self._named(stem))
+            if repair:
+                for path in orphans:
+                    path.unlink(missing_ok=True)
+        report.orphans = [str(path.relative_to(self.path)) for path in orphans]
         return report
 
     def free_bytes(self) -> int:

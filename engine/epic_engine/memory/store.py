@@ -168,7 +168,7 @@ class MemoryStore(ChunkStore):
         """All catalogue entries."""
         with self._lock:
             infos = [info for info, _ in self._chunks.values()]
-        return iter(infos)
+        return iter(sorted(infos, key=lambda info: (info.created, info.key)))
 
     def verify(self, *, repair: bool = False) -> VerifyReport:
         """Memory needs no check: counts the chunks."""
