@@ -1,1 +1,48 @@
-"""Documents in, answers out: the text side of epic-rag."""
+"""RAG answers in a fraction of the time: documents are compiled when they are indexed and only linked for a question.
+
+>>> from epic_rag import EpicRAG
+>>> rag = EpicRAG.open("handbook.epic")            # doctest: +SKIP
+>>> rag.add("docs/")                               # doctest: +SKIP
+>>> print(rag.ask("How long is the guarantee?"))   # doctest: +SKIP
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from epic_engine import SamplingParams, __version__
+
+    from epic_rag.chunking import ChunkingConfig
+    from epic_rag.documents import Document
+    from epic_rag.pipeline import Answer, AnswerStream, EpicRAG, IngestReport, Source
+
+__all__ = [
+    "Answer",
+    "AnswerStream",
+    "ChunkingConfig",
+    "Document",
+    "EpicRAG",
+    "IngestReport",
+    "SamplingParams",
+    "Source",
+    "__version__",
+]
+
+_HOMES = {
+    "Answer": "epic_rag.pipeline",
+    "AnswerStream": "epic_rag.pipeline",
+    "ChunkingConfig": "epic_rag.chunking",
+    "Document": "epic_rag.documents",
+    "EpicRAG": "epic_rag.pipeline",
+    "IngestReport": "epic_rag.pipeline",
+    "SamplingParams": "epic_engine",
+    "Source": "epic_rag.pipeline",
+    "__version__": "epic_engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Torch and transformers take seconds to import; `epic-rag --help` should not.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -132,9 +132,7 @@ class SentenceTransformerEmbedder:
                 f'the embedder needs sentence-transformers ({error}): pip install "epic-rag[demo]"'
             ) from error
         try:
-            model = SentenceTransformer(
-                self._source, device=self._device, local_files_only=self._local_files_only
-            )
+            model = SentenceTransformer(self._source, device=self._device, local_files_only=self._local_files_only)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"the embedding model {self._source!r} cannot be loaded ({error}): check its name or path"
@@ -173,9 +171,7 @@ class MiniLMEmbedder(SentenceTransformerEmbedder):
         progress: Progress | None = None,
     ) -> None:
         if max_tokens > _MINILM_POSITIONS:
-            raise ConfigError(
-                f"max_tokens is {max_tokens}: all-MiniLM-L6-v2 reads at most {_MINILM_POSITIONS} tokens"
-            )
+            raise ConfigError(f"max_tokens is {max_tokens}: all-MiniLM-L6-v2 reads at most {_MINILM_POSITIONS} tokens")
         folder = _minilm_folder()
         super().__init__(
             folder,

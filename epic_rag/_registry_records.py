@@ -66,9 +66,7 @@ class ChunkRecord:
         if self.chunk_id != f"{self.doc_id}#{self.ordinal}":
             raise RegistryError(f"chunk_id is {self.chunk_id!r}: it must be '{self.doc_id}#{self.ordinal}'")
         if not KEY_FORM.fullmatch(self.key):
-            raise RegistryError(
-                f"chunk {self.chunk_id!r}: key is {self.key!r}: pass lower-case hexadecimal digits"
-            )
+            raise RegistryError(f"chunk {self.chunk_id!r}: key is {self.key!r}: pass lower-case hexadecimal digits")
 
 
 @dataclass(frozen=True)
@@ -112,9 +110,7 @@ def check_chunks(doc_id: str, chunks: Sequence[ChunkRecord]) -> None:
 def check_embeddings(embeddings: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.float32]:
     """Refuse embeddings that are not finite float32 of shape ``(count, dim)``; return them little-endian."""
     if embeddings.ndim != 2 or len(embeddings) != count:
-        raise RegistryError(
-            f"embeddings have shape {embeddings.shape}: pass one row a chunk, shape ({count}, dim)"
-        )
+        raise RegistryError(f"embeddings have shape {embeddings.shape}: pass one row a chunk, shape ({count}, dim)")
     if embeddings.dtype != np.float32:
         raise RegistryError(f"embeddings are {embeddings.dtype}: convert them with .astype(np.float32)")
     if not np.isfinite(embeddings).all():

@@ -68,9 +68,7 @@ def connect(path: Path) -> sqlite3.Connection:
             f"the folder {path.parent} cannot be made ({error.strerror}): use another directory"
         ) from error
     with translated_errors(path):
-        connection = sqlite3.connect(
-            path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
-        )
+        connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         try:
             _prepare(connection, path)
         except BaseException:
@@ -89,9 +87,7 @@ def translated_errors(path: Path) -> Iterator[None]:
         if name == "SQLITE_NOTADB":
             text = "is not a registry (not an SQLite file): use another directory, or move the file away"
         elif name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-            text = (
-                f"was locked by another process for {_BUSY_SECONDS:.0f} s: wait until its ingestion has ended"
-            )
+            text = f"was locked by another process for {_BUSY_SECONDS:.0f} s: wait until its ingestion has ended"
         elif name.startswith("SQLITE_CORRUPT"):
             text = f"is damaged ({error}): restore a backup, or ingest into a new directory"
         elif name.startswith("SQLITE_FULL"):

@@ -186,11 +186,7 @@ class Chunker:
             if self._plain is not None:
                 return code.from_huggingface_tokenizer(language, self._plain, capacity, overlap).chunks
             return code.from_callback(language, self.count_tokens, capacity, overlap).chunks
-        plain = (
-            semantic_text_splitter.MarkdownSplitter
-            if kind == "markdown"
-            else semantic_text_splitter.TextSplitter
-        )
+        plain = semantic_text_splitter.MarkdownSplitter if kind == "markdown" else semantic_text_splitter.TextSplitter
         if self._plain is not None:
             return plain.from_huggingface_tokenizer(self._plain, capacity, overlap).chunks
         return plain.from_callback(self.count_tokens, capacity, overlap).chunks

@@ -66,9 +66,7 @@ class Document:
         if not isinstance(self.text, str):
             raise DocumentError(f"{self.doc_id}: text is a {type(self.text).__name__}: pass a str")
         if self.kind not in get_args(DocumentKind):
-            raise DocumentError(
-                f"{self.doc_id}: kind is {self.kind!r}: use one of {', '.join(get_args(DocumentKind))}"
-            )
+            raise DocumentError(f"{self.doc_id}: kind is {self.kind!r}: use one of {', '.join(get_args(DocumentKind))}")
         # The copy keeps a caller's later changes to its own dict out of a frozen object.
         object.__setattr__(self, "metadata", dict(self.metadata))
         for name, value in self.metadata.items():
@@ -108,9 +106,7 @@ def _normalise(text: str) -> str:
 
 def _decode(data: bytes, path: Path, encoding: str = "utf-8-sig", why: str = "is not UTF-8") -> str:
     if encoding == "utf-8-sig" and data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise DocumentError(
-            f"{path}: starts with a UTF-16 byte order mark: convert it with `iconv -f UTF-16 -t UTF-8`"
-        )
+        raise DocumentError(f"{path}: starts with a UTF-16 byte order mark: convert it with `iconv -f UTF-16 -t UTF-8`")
     try:
         return data.decode(encoding)
     except UnicodeDecodeError as error:
@@ -266,9 +262,7 @@ def read_document(path: PathInput, *, doc_id: str | None = None) -> Document:
     try:
         text, metadata = reader(file)
     except OSError as error:
-        raise DocumentError(
-            f"{file}: cannot be opened ({error.strerror or error}): check its permissions"
-        ) from error
+        raise DocumentError(f"{file}: cannot be opened ({error.strerror or error}): check its permissions") from error
     return Document(
         doc_id=file.as_posix() if doc_id is None else doc_id,
         text=_normalise(text),
@@ -334,9 +328,7 @@ def _walk(folder: Path, recursive: bool, skip: Callable[[Path, str], None]) -> I
     try:
         entries = sorted(folder.iterdir(), key=lambda entry: entry.name)
     except OSError as error:
-        raise DocumentError(
-            f"{folder}: cannot be listed ({error.strerror or error}): check its permissions"
-        ) from error
+        raise DocumentError(f"{folder}: cannot be listed ({error.strerror or error}): check its permissions") from error
     for entry in entries:
         if entry.name.startswith("."):
             skip(entry, "hidden")

@@ -211,8 +211,11 @@ class EpicRAG:
                 raise ConfigError(f"an open engine takes no options: {', '.join(engine_options)}.")
             if engine.tokenizer is None:
                 raise ConfigError("the engine has no tokenizer: pass tokenizer=… with a loaded model.")
-            extra = {} if system_prompt is None else {"system_prompt": system_prompt}
-            composer = PromptComposer(engine.tokenizer, **extra)
+            composer = (
+                PromptComposer(engine.tokenizer)
+                if system_prompt is None
+                else PromptComposer(engine.tokenizer, system_prompt)
+            )
             registry.freeze_setting("tokenizer", _tokenizer_digest(engine.tokenizer))
             chunker = Chunker(
                 chunking or ChunkingConfig(),
@@ -494,12 +497,15 @@ class AnswerStream:
         self._pieces = self._run()
 
     def _run(self) -> Iterator[str]:
-        try:
-            first = next(self._stream, None)
-        except ChunkNotFoundError:
-            # A stored chunk turned out to be damaged and was set aside: compile it again, once.
-            self._stream = self._start()
-            first = next(self._stream, None)
+        first = None
+        for _ in range(len(self.sources) + 2):
+            try:
+                first = next(self._stream, None)
+                break
+            except ChunkNotFoundError as error:
+                # A stored chunk turned out to be damaged and was set aside: it is compiled again. There may be more.
+                logger.warning("%s", error)
+                self._stream = self._start()
         if first is not None and first.text:
             yield first.text
         for event in self._stream:
@@ -567,9 +573,7 @@ def _tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
 
-def _compile_context(
-    name: str | None, engine: Engine, registry: Registry, composer: PromptComposer
-) -> CompileContext:
+def _compile_context(name: str | None, engine: Engine, registry: Registry, composer: PromptComposer) -> CompileContext:
     if name != "head":
         return engine.context if name is None else engine.parse_context(name)
     stored = registry.get_setting("compile_head")

@@ -51,9 +51,7 @@ class _Slots:
         """Split at the placeholders: (text, comes from the template), and the placeholders' numbers."""
         parts = _SLOT.split(rendered)
         numbers = [int(part) for part in parts[1::2]]
-        pieces = [
-            (self.texts[int(part)], False) if index % 2 else (part, True) for index, part in enumerate(parts)
-        ]
+        pieces = [(self.texts[int(part)], False) if index % 2 else (part, True) for index, part in enumerate(parts)]
         return pieces, numbers
 
 
@@ -263,9 +261,7 @@ class PromptComposer:
         """
         return "".join(self.tokenizer.decode(segment) for segment in segments)
 
-    def _split(
-        self, messages: Sequence[_Message], with_documents: bool
-    ) -> tuple[_Pieces, _Pieces, tuple[int, ...]]:
+    def _split(self, messages: Sequence[_Message], with_documents: bool) -> tuple[_Pieces, _Pieces, tuple[int, ...]]:
         """Render the messages and split them where the documents belong.
 
         Returns the pieces before and after, and the numbers of the placeholders before.

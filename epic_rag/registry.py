@@ -140,8 +140,7 @@ class Registry:
                 document_row(document),
             )
             connection.executemany(
-                f"INSERT INTO chunks ({CHUNK_COLUMNS}, token_count, embedding) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                f"INSERT INTO chunks ({CHUNK_COLUMNS}, token_count, embedding) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 rows,
             )
             return _unreferenced(connection, old)
@@ -204,9 +203,7 @@ class Registry:
             If there is no such document; names close matches.
         """
         with self._lock:
-            rows = self._rows(
-                f"SELECT {CHUNK_COLUMNS} FROM chunks WHERE doc_id = ? ORDER BY ordinal", (doc_id,)
-            )
+            rows = self._rows(f"SELECT {CHUNK_COLUMNS} FROM chunks WHERE doc_id = ? ORDER BY ordinal", (doc_id,))
             if not rows and doc_id not in self:
                 raise self._no_document(doc_id)
         return [chunk_from_row(row) for row in rows]
@@ -337,9 +334,7 @@ class Registry:
                 (name, value),
             )
 
-    def _refuse_other(
-        self, connection: sqlite3.Connection, name: str, value: str, *, only_frozen: bool
-    ) -> None:
+    def _refuse_other(self, connection: sqlite3.Connection, name: str, value: str, *, only_frozen: bool) -> None:
         row = connection.execute("SELECT value, frozen FROM settings WHERE name = ?", (name,)).fetchone()
         if row is not None and row[0] != value and (row[1] or not only_frozen):
             raise RegistryError(

@@ -56,9 +56,7 @@ class SegmentTokenizer:
         added: list[dict[str, Any]] = spec["added_tokens"]
         special = set(tokenizer.all_special_tokens)
         used_by_template = _template_source(tokenizer)
-        control = {
-            token["content"]: token for token in added if _is_control(token, special, used_by_template)
-        }
+        control = {token["content"]: token for token in added if _is_control(token, special, used_by_template)}
         control_ids = {token["id"] for token in control.values()}
         for content in special - control.keys():
             token_id = backend.token_to_id(content)

@@ -3,11 +3,10 @@
 Needs torch and transformers alone. Token ids go in; text, templates and documents belong to :mod:`epic_rag`.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ._version import __version__
-from .chunks import ChunkKey, CompiledChunk
-from .config import EngineConfig, SamplingParams
-from .contexts import CompileContext
-from .engine import CompileEstimate, Engine, Stream
 from .errors import (
     ChunkNotFoundError,
     ConfigError,
@@ -22,10 +21,16 @@ from .errors import (
     StoreFormatError,
     UnsupportedModelError,
 )
-from .linking.policies import LinkPolicy, parse_policy, policy_names
-from .memory.file_store import FileStore
-from .memory.store import ChunkInfo, ChunkStore, MemoryStore, VerifyReport
-from .request import Completion, RequestStats, StageTimes, StreamEvent
+
+if TYPE_CHECKING:
+    from .chunks import ChunkKey, CompiledChunk
+    from .config import EngineConfig, SamplingParams
+    from .contexts import CompileContext
+    from .engine import CompileEstimate, Engine, Stream
+    from .linking.policies import LinkPolicy, parse_policy, policy_names
+    from .memory.file_store import FileStore
+    from .memory.store import ChunkInfo, ChunkStore, MemoryStore, VerifyReport
+    from .request import Completion, RequestStats, StageTimes, StreamEvent
 
 __all__ = [
     "ChunkInfo",
@@ -62,3 +67,33 @@ __all__ = [
     "parse_policy",
     "policy_names",
 ]
+
+_HOMES = {
+    "ChunkKey": ".chunks",
+    "CompiledChunk": ".chunks",
+    "EngineConfig": ".config",
+    "SamplingParams": ".config",
+    "CompileContext": ".contexts",
+    "CompileEstimate": ".engine",
+    "Engine": ".engine",
+    "Stream": ".engine",
+    "LinkPolicy": ".linking.policies",
+    "parse_policy": ".linking.policies",
+    "policy_names": ".linking.policies",
+    "FileStore": ".memory.file_store",
+    "ChunkInfo": ".memory.store",
+    "ChunkStore": ".memory.store",
+    "MemoryStore": ".memory.store",
+    "VerifyReport": ".memory.store",
+    "Completion": ".request",
+    "RequestStats": ".request",
+    "StageTimes": ".request",
+    "StreamEvent": ".request",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Torch and transformers take seconds to import; a module that needs an error class should not wait for them.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name], __name__), name)

@@ -125,7 +125,10 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
         for ok, message in (
             (self.max_tokens >= 1, f"max_tokens={self.max_tokens} must be at least 1"),
-            (0 <= self.temperature < math.inf, f"temperature={self.temperature} must be 0 (greedy) or above, and finite"),
+            (
+                0 <= self.temperature < math.inf,
+                f"temperature={self.temperature} must be 0 (greedy) or above, and finite",
+            ),
             (self.top_k >= 0, f"top_k={self.top_k} must be 0 (off) or above"),
             (0 < self.top_p <= 1, f"top_p={self.top_p} must lie in (0, 1]"),
             (0 <= self.min_p < 1, f"min_p={self.min_p} must lie in [0, 1)"),
@@ -135,7 +138,10 @@ class SamplingParams:
             ),
             (all(self.stop), "stop strings must not be empty"),
             # -inf bans a token.
-            (all(b < math.inf for b in self.logit_bias.values()), "logit_bias must hold numbers below infinity"),
+            (
+                all(b < math.inf for b in self.logit_bias.values()),
+                "logit_bias must hold numbers below infinity",
+            ),
             (self.logprobs is None or self.logprobs >= 0, f"logprobs={self.logprobs} must be None or >= 0"),
         ):
             if not ok:

@@ -61,10 +61,11 @@ class Detokenizer:
 
     def _release(self, piece: str, *, final: bool) -> str:
         text = self._held + piece
-        cuts = [at for at in (text.find(s) for s in self._stop) if at >= 0]
+        # The stop string that is complete first ends the text, however the text was cut into tokens.
+        cuts = [(at + len(s), at) for s in self._stop if (at := text.find(s)) >= 0]
         if cuts:
             self.stopped = True
-            text, self._held = text[: min(cuts)], ""
+            text, self._held = text[: min(cuts)[1]], ""
         elif final:
             self._held = ""
         else:

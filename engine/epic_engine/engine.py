@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -36,7 +36,7 @@ from .memory.residency import Residency
 from .memory.store import ChunkInfo, ChunkStore, MemoryStore, available_memory
 from .model.decoder import Decoder
 from .model.loader import load_model
-from .model.selftest import SelfTestReport, gate
+from .model.selftest import SelfTestReport, gate, run_selftest
 from .request import Completion, RequestStats, StreamEvent
 from .sampler import Sampler, TokenLogprob
 
@@ -276,9 +276,7 @@ class Engine:
             entries.append((info, kv))
         self.store.put(entries)
 
-    def estimate(
-        self, chunks: Sequence[Sequence[int]], context: str | CompileContext | None = None
-    ) -> CompileEstimate:
+    def estimate(self, chunks: Sequence[Sequence[int]], context: str | CompileContext | None = None) -> CompileEstimate:
         """What :meth:`compile_many` would take for these chunks; known ones cost nothing.
 
         Measures the model's speed once, on a short chunk.
@@ -417,9 +415,7 @@ class Engine:
         self._check_length(infos, params.max_tokens)
         return Stream(self, infos, params, chosen, begin)
 
-    def score(
-        self, prompt: Prompt, continuation: Sequence[int], *, policy: str | LinkPolicy | None = None
-    ) -> Tensor:
+    def score(self, prompt: Prompt, continuation: Sequence[int], *, policy: str | LinkPolicy | None = None) -> Tensor:
         """Logits that predict each token of a given continuation (teacher forcing).
 
         Parameters
@@ -486,7 +482,7 @@ class Engine:
         parts: list[tuple[Sequence[int], Body | None]] = []
         for item in infos:
             if isinstance(item, ChunkInfo):
-                kv = self._residency.on_device(item.key, lambda key=item.key: self.store.load(key))
+                kv = self._residency.on_device(item.key, self.store.load)
                 parts.append((item.token_ids, Body(kv, item.context_ids)))
             else:
                 parts.append((item, None))
@@ -523,6 +519,12 @@ class Engine:
 
     def _run_rows(self, ids: list[int], batch: list[SequenceRows]) -> None:
         self._forward(ids, batch, last=0)
+
+    def run_selftest(self) -> SelfTestReport:
+        """Compare the engine with the untouched model now, whatever was found before (see ``epic-rag doctor``)."""
+        self._check_open()
+        with self._lock:
+            return run_selftest(self.decoder, self.backend)
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -587,9 +589,9 @@ class Stream:
         begin: float,
     ) -> None:
         self._cancelled = threading.Event()
-        self._completion: Completion | None = None
+        self._done: list[Completion] = []
         self._policy = str(policy)
-        self._events = self._run(engine, infos, params, policy, begin)
+        self._events = self._run(engine, infos, params, policy, begin, self._cancelled, self._done)
 
     def __iter__(self) -> Iterator[StreamEvent]:
         return self
@@ -604,8 +606,8 @@ class Stream:
             self._events.close()
         except ValueError:
             return  # another thread is inside the generator; it sees the flag before its next token
-        if self._completion is None:  # closed before the first token
-            self._completion = Completion((), "", "cancelled", RequestStats(policy=self._policy))
+        if not self._done:  # closed before the first token
+            self._done.append(Completion((), "", "cancelled", RequestStats(policy=self._policy)))
 
     def __enter__(self) -> Self:
         return self
@@ -622,18 +624,21 @@ class Stream:
         ConfigError
             If the stream has not ended.
         """
-        if self._completion is None:
+        if not self._done:
             raise ConfigError("the stream has not ended: iterate over it, or close it, before reading completion.")
-        return self._completion
+        return self._done[0]
 
+    # Without self: a stream that is dropped must take its generator, and with it the KV, along at once.
+    @staticmethod
     def _run(
-        self,
         engine: Engine,
         infos: list[tuple[int, ...] | ChunkInfo],
         params: SamplingParams,
         policy: LinkPolicy,
         begin: float,
-    ) -> Iterator[StreamEvent]:
+        cancelled: threading.Event,
+        done: list[Completion],
+    ) -> Generator[StreamEvent]:
         stats = RequestStats(policy=str(policy))
         tokens: list[int] = []
         logprobs: list[TokenLogprob] = []
@@ -641,14 +646,14 @@ class Stream:
         reason: Any = "cancelled"
         linked: _Linked | None = None
         try:
-            if self._cancelled.is_set():
+            if cancelled.is_set():
                 return
             linked = engine._link(infos, policy, room=params.max_tokens)
             _count(stats, linked)
             sampler = Sampler(params, linked.layout.token_ids)
             ends = set(params.stop_token_ids) | (set() if params.ignore_eos else engine.spec.end_ids)
             logits = linked.logits[-1]
-            while not self._cancelled.is_set():
+            while not cancelled.is_set():
                 drawn = sampler.draw(logits)
                 now = time.perf_counter() - begin
                 stats.times.first_token = stats.times.first_token or now
@@ -663,8 +668,8 @@ class Stream:
                 piece = text.push(drawn.token_id)
                 ended = text.stopped or len(tokens) == params.max_tokens
                 if ended:
-                    reason = "stop" if text.stopped else "length"
                     piece += text.finish()
+                    reason = "stop" if text.stopped else "length"
                 yield StreamEvent(drawn.token_id, piece, drawn if params.logprobs is not None else None)
                 if ended:
                     break
@@ -684,7 +689,7 @@ class Stream:
                 linked.private = None  # type: ignore[assignment]
                 linked.runs = []
                 linked = None
-            self._completion = Completion(tuple(tokens), text.text, reason, stats, tuple(logprobs))
+            done.append(Completion(tuple(tokens), text.text, reason, stats, tuple(logprobs)))
 
 
 def _count(stats: RequestStats, linked: _Linked) -> None:

@@ -17,11 +17,10 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
+from epic_engine import Engine
 from transformers import AutoModelForCausalLM
 
-from epic_engine import Engine
-
-CHUNKS = 500
+CHUNKS = 900
 
 
 def chunks() -> list[list[int]]:
@@ -87,7 +86,7 @@ def main() -> None:
     rng = random.Random(5)
     print(json.dumps(run(model, store.with_name("whole"), None, ready=False)), flush=True)
     for number in range(kills):
-        delay = rng.uniform(0, 0.12) if number % 4 else rng.uniform(0, 0.06)
+        delay = rng.uniform(0, 0.08) if number % 4 else rng.uniform(0, 0.06)
         print(json.dumps(run(model, store, delay, ready=bool(number % 4))), flush=True)
     print(json.dumps(run(model, store, None, ready=False)), flush=True)
 

@@ -100,7 +100,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma": ("Gemma", {"head_dim": 8}),
-    "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "use_sliding_window": False}),
+    "smollm3": (
+        "SmolLM3",
+        {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "use_sliding_window": False},
+    ),
 }
 
 

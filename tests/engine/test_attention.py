@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
-from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
 from epic_engine import ChunkKey, ConfigError, Engine, LinkPolicy
+from epic_engine.attention import spans as spans_module
 from epic_engine.attention import torch_backend
 from epic_engine.attention.base import PrivateKV, Run, SequenceRows
 from epic_engine.attention.torch_backend import TorchBackend, dense_math
 from epic_engine.linking.layout import Body, Layout, LinkPlan
 from epic_engine.model.rope import RotaryTable
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
 from tests.engine.models import KINDS, build
 from tests.engine.oracle import Piece, linked_logits, untouched
 
@@ -28,7 +31,12 @@ MAX_LEN = 128
 LENGTHS = (1, 1, 2, 5, 9, 17, 30)  # of the chunks in the pool
 HEAD = (44, 91, 17, 130, 61)
 SINK = 1  # the models' bos token
-CONTEXTS: dict[str, tuple[int, ...]] = {"isolated": (), "sink:1": (SINK,), "sink:4": (SINK,) * 4, "head": HEAD}
+CONTEXTS: dict[str, tuple[int, ...]] = {
+    "isolated": (),
+    "sink:1": (SINK,),
+    "sink:4": (SINK,) * 4,
+    "head": HEAD,
+}
 KIND_NAMES = ("llama-float64", "qwen3", "phi3-partial")
 
 
@@ -152,9 +160,30 @@ def oracle_logits(kind: str, parts: Sequence[Part], continuation: Sequence[int])
     return linked_logits(oracle_of(kind), pieces)[-len(continuation) :]
 
 
-def check(kind: str, rows_per_step: int, parts: Sequence[Part], continuation: Sequence[int]) -> None:
+def _reads_something(rows: SequenceRows, _: Any) -> bool:
+    return any(rows.positions[-1] >= run.after for run in rows.runs)
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+@contextlib.contextmanager
+def road(spans: bool | None) -> Iterator[None]:
+    """Reading shared KV by moving queries, by laying keys out in small blocks, or as the backend thinks best."""
+    with contextlib.ExitStack() as stack:
+        if spans is not None:
+            stack.enter_context(patch.object(torch_backend, "worth_a_span", _reads_something if spans else _never))
+            stack.enter_context(patch.object(spans_module, "_KEYS_PER_BLOCK", 11))
+        yield
+
+
+def check(
+    kind: str, rows_per_step: int, parts: Sequence[Part], continuation: Sequence[int], spans: bool | None = None
+) -> None:
     want = oracle_logits(kind, parts, continuation)
-    got = engine_logits(engine_of(kind, rows_per_step), parts, continuation)
+    with road(spans):
+        got = engine_logits(engine_of(kind, rows_per_step), parts, continuation)
     tolerance = 1e-9 if kind == "llama-float64" else 1e-4
     assert (got - want).abs().max() <= tolerance * max(1.0, float(want.abs().max()))
 
@@ -192,20 +221,21 @@ def _chunk(number: int, slots: Sequence[int] = (), context: str = "isolated") ->
     continuation=st.lists(st.integers(3, 198), min_size=1, max_size=3),
     at_the_end=st.booleans(),
     rows_per_step=st.sampled_from((1, 2, 3, 7, 2048)),
+    spans=st.sampled_from((None, False, True)),
 )
-@example("llama-float64", [_chunk(6)], [5, 6], False, 2048)  # one chunk alone, nothing recomputed
-@example("llama-float64", [_chunk(0)], [5, 6], True, 1)
-@example("llama-float64", [_chunk(0), _chunk(0), _chunk(1)], [5], False, 2048)  # one-token chunks only
-@example("llama-float64", [_chunk(0, [0]), _chunk(2, [0, 1])], [5, 7], False, 2048)  # nothing is left to share
-@example("llama-float64", [_chunk(6, [3, 9, 10, 20]), _chunk(6, [0, 29]), _chunk(6)], [5, 7], True, 3)
-@example("qwen3", [_chunk(5, [8], "head"), _chunk(5, [8], "sink:4"), _chunk(5)], [5, 7], True, 2)
-@example("phi3-partial", [Part((3, 4, 5)), Part((6,))], [5, 7], False, 1)  # no chunk at all
+@example("llama-float64", [_chunk(6)], [5, 6], False, 2048, None)  # one chunk alone, nothing recomputed
+@example("llama-float64", [_chunk(0)], [5, 6], True, 1, False)
+@example("llama-float64", [_chunk(0), _chunk(0), _chunk(1)], [5], False, 2048, True)  # one-token chunks only
+@example("llama-float64", [_chunk(0, [0]), _chunk(2, [0, 1])], [5, 7], False, 2048, None)  # nothing is left to share
+@example("llama-float64", [_chunk(6, [3, 9, 10, 20]), _chunk(6, [0, 29]), _chunk(6)], [5, 7], True, 3, False)
+@example("qwen3", [_chunk(5, [8], "head"), _chunk(5, [8], "sink:4"), _chunk(5)], [5, 7], True, 2, True)
+@example("phi3-partial", [Part((3, 4, 5)), Part((6,))], [5, 7], False, 1, None)  # no chunk at all
 def test_any_linked_prompt_equals_one_forward(
-    kind: str, parts: list[Part], continuation: list[int], at_the_end: bool, rows_per_step: int
+    kind: str, parts: list[Part], continuation: list[int], at_the_end: bool, rows_per_step: int, spans: bool | None
 ) -> None:
     if at_the_end:
         parts = _pushed_to_the_end(parts, continuation)
-    check(kind, rows_per_step, parts, continuation)
+    check(kind, rows_per_step, parts, continuation, spans)
 
 
 MIXED = [
@@ -219,17 +249,23 @@ MIXED = [
 ]
 
 
+@pytest.mark.parametrize("spans", [False, True])
 @pytest.mark.parametrize("pairs", [1, 3, 64])
 @pytest.mark.parametrize("kind", KIND_NAMES)
-def test_blocks_of_any_size(kind: str, pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_any_size(kind: str, pairs: int, spans: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_backend, "_PAIRS_PER_BLOCK", pairs)
-    check(kind, 5, MIXED, [11, 12, 13])
+    check(kind, 5, MIXED, [11, 12, 13], spans)
 
 
 def test_the_oracle_sees_every_detail() -> None:
     """If the oracle did not react to these changes, equality with it would prove nothing."""
     want = oracle_logits("llama-float64", MIXED, [11])
-    for index, part in ((1, _chunk(6, [0, 1])), (2, _chunk(4)), (3, _chunk(6, [5])), (5, _chunk(3, [0], "sink:1"))):
+    for index, part in (
+        (1, _chunk(6, [0, 1])),
+        (2, _chunk(4)),
+        (3, _chunk(6, [5])),
+        (5, _chunk(3, [0], "sink:1")),
+    ):
         other = oracle_logits("llama-float64", [*MIXED[:index], part, *MIXED[index + 1 :]], [11])
         assert (want - other).abs().max() > 1e-7
 
@@ -278,8 +314,9 @@ def _sequence(engine: Engine, parts: Sequence[Part], kvs: Mapping[int, Tensor]) 
     return plan.row_ids, SequenceRows(plan.rows, PrivateKV(engine.spec, len(plan.rows), engine.device), plan.runs)
 
 
+@pytest.mark.parametrize("spans", [False, True])
 @pytest.mark.parametrize("kind", KIND_NAMES)
-def test_a_batch_that_shares_runs_equals_each_sequence_alone(kind: str) -> None:
+def test_a_batch_that_shares_runs_equals_each_sequence_alone(kind: str, spans: bool) -> None:
     engine = engine_of(kind, 2048)
     kvs = {n: engine.chunk(engine.compile(POOL[n])).kv for n in (4, 6)}
     batch = [
@@ -290,7 +327,8 @@ def test_a_batch_that_shares_runs_equals_each_sequence_alone(kind: str) -> None:
     ]
     sequences = [_sequence(engine, parts, kvs) for parts in batch]
     ids = [t for row_ids, _ in sequences for t in row_ids]
-    together = engine._forward(ids, [rows for _, rows in sequences], last=len(ids))
+    with road(spans):
+        together = engine._forward(ids, [rows for _, rows in sequences], last=len(ids))
     done = 0
     for (row_ids, _), parts in zip(sequences, batch, strict=True):
         done += len(row_ids)

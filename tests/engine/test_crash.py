@@ -1,29 +1,96 @@
-"""An ingest that is killed again and again goes on where it stopped and ends as if nothing had happened."""
+"""Several processes on one store, and processes that are killed: an ingest goes on where it stopped."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-
 from epic_engine import FileStore
+from epic_engine.memory import file_store
+
 from tests.engine.crash import CHUNKS, chunks
 from tests.engine.models import tiny
+from tests.engine.test_store import entry
 
 KILLS = 20
+FORK = multiprocessing.get_context("fork")
+
+
+def _write(path: Path, numbers: list[int]) -> None:
+    store = FileStore(path)
+    for number in numbers:
+        store.put([entry(number)])
+    store.close()
+
+
+def test_processes_write_the_same_and_other_keys_at_once(tmp_path: Path) -> None:
+    shares = [list(range(12)), list(range(6, 18)), list(range(12, 0, -1))]
+    processes = [FORK.Process(target=_write, args=(tmp_path, share)) for share in shares]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [p.exitcode for p in processes] == [0, 0, 0]
+    store = FileStore(tmp_path)
+    assert store.verify().clean
+    assert {i.key for i in store.entries()} == {entry(n)[0].key for n in range(18)}
+    assert all(torch.equal(store.load(entry(n)[0].key), entry(n)[1]) for n in range(18))
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def _hang_in_a_write(path: Path, pipe: Any) -> None:
+    def hang(tensors: Any, target: Path, metadata: Any) -> None:
+        Path(target).write_bytes(b"half a file")
+        pipe.send(str(target))
+        threading.Event().wait()
+
+    file_store.save_file = hang
+    FileStore(path).put([entry(3)])
+
+
+def test_what_a_killed_writer_left_is_swept_and_a_living_ones_is_not(tmp_path: Path) -> None:
+    here, there = FORK.Pipe()
+    process = FORK.Process(target=_hang_in_a_write, args=(tmp_path, there))
+    process.start()
+    half = Path(here.recv())
+    assert re.fullmatch(r"[0-9a-f]{32}", half.parent.name)
+    FileStore(tmp_path).close()
+    assert half.exists()
+    process.kill()
+    process.join()
+    assert half.exists()
+    store = FileStore(tmp_path)
+    assert not list((tmp_path / "tmp").iterdir())
+    assert store.verify().clean
+    assert store.info(entry(3)[0].key) is None
 
 
 @pytest.mark.slow
 def test_twenty_kills_leave_the_store_as_one_quiet_run_does(tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path / "model")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.crash", str(tmp_path / "model"), str(tmp_path / "store"), str(KILLS)],
+        [
+            sys.executable,
+            "-m",
+            "tests.engine.crash",
+            str(tmp_path / "model"),
+            str(tmp_path / "store"),
+            str(KILLS),
+        ],
         capture_output=True,
         text=True,
         env=environment,

@@ -6,8 +6,8 @@ import random
 
 import pytest
 import torch
-
 from epic_engine import Engine, SamplingParams
+
 from tests.engine.models import KINDS, tiny
 from tests.engine.oracle import Piece, linked_logits, plain_logits, untouched
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from torch import Tensor
-
 from epic_engine import ConfigError, Engine, SamplingParams, parse_policy, policy_names
 from epic_engine.linking.layout import Body, Layout, LinkPlan, runs_between
 from epic_engine.linking.policies import Full, LegoLink, Naive, Prefix
 from epic_engine.memory.prefix_cache import PrefixCache
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
 from tests.engine.models import tiny
 from tests.engine.oracle import plain_logits, untouched
 
@@ -35,7 +36,13 @@ A, B, QUESTION = _ids(20, 1), _ids(3, 2), _ids(6, 3)
 
 @pytest.mark.parametrize(
     ("text", "kind"),
-    [("full", Full), ("naive", Naive), ("prefix", Prefix), ("legolink:0", LegoLink), ("legolink:16", LegoLink)],
+    [
+        ("full", Full),
+        ("naive", Naive),
+        ("prefix", Prefix),
+        ("legolink:0", LegoLink),
+        ("legolink:16", LegoLink),
+    ],
 )
 def test_a_policy_is_read_back_from_its_string(text: str, kind: type) -> None:
     policy = parse_policy(text)
@@ -59,7 +66,7 @@ def test_an_unknown_name_lists_the_known(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["legolink", "legolink:", "legolink:x", "legolink:1.5", "legolink:-1", "full:3"])
 def test_a_bad_argument_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="needs a number of tokens|takes no argument"):
+    with pytest.raises(ConfigError, match=r"needs a number of tokens|takes no argument"):
         parse_policy(text)
 
 
@@ -99,7 +106,13 @@ def test_legolink_leaves_an_exact_chunk_alone(engine: Engine) -> None:
     assert _counts(engine, [alone, alone, QUESTION], "legolink:4") == (46, 40, 4, 10, "composed")
     # A chunk compiled behind the head is exact behind exactly that head.
     assert _counts(engine, [HEAD, behind_head, QUESTION], "legolink:4") == (31, 20, 0, 11, "exact")
-    assert _counts(engine, [HEAD[:2], HEAD[2:], behind_head, QUESTION], "legolink:4") == (31, 20, 0, 11, "exact")
+    assert _counts(engine, [HEAD[:2], HEAD[2:], behind_head, QUESTION], "legolink:4") == (
+        31,
+        20,
+        0,
+        11,
+        "exact",
+    )
     for other in (HEAD[:-1], (*HEAD, 3), (*HEAD[:-1], 3)):
         length = len(other)
         assert _counts(engine, [other, behind_head, QUESTION], "legolink:4") == (
@@ -136,7 +149,7 @@ def test_runs_are_what_lies_between_the_slots(length: int, data: st.DataObject) 
     covered = [s for a, b in runs for s in range(a, b)]
     assert covered == [s for s in range(length) if s not in slots]
     assert all(a < b for a, b in runs)
-    assert all(b < c for (_, b), (c, _) in zip(runs, runs[1:], strict=False))  # maximal: a slot lies between two
+    assert all(b < c for (_, b), (c, _) in pairwise(runs))  # maximal: a slot lies between two
 
 
 def test_slots_outside_a_segment_are_refused() -> None:

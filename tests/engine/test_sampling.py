@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
-
 from epic_engine import ConfigError, SamplingParams
 from epic_engine.detokenizer import Detokenizer
 from epic_engine.sampler import Sampler
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.engine.tokenizers_for_tests import TEXTS, TOKENIZERS
+from tests.engine.tokenizers_for_tests import encode as _tokens
 
 LOGITS = [2.0, -1.0, 0.5, 3.1, -0.2, 2.9, 0.0, 1.7, -4.0, 2.2]
 SEEN = (3, 4, 8)  # tokens of the prompt; one with a negative logit
@@ -68,7 +68,14 @@ CASES = [
     {"repetition_penalty": 1.8},
     {"repetition_penalty": 0.6},
     {"logit_bias": {8: 7.0, 3: -100.0}},
-    {"temperature": 1.5, "top_k": 7, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3, "logit_bias": {1: 2.5}},
+    {
+        "temperature": 1.5,
+        "top_k": 7,
+        "top_p": 0.9,
+        "min_p": 0.05,
+        "repetition_penalty": 1.3,
+        "logit_bias": {1: 2.5},
+    },
 ]
 
 
@@ -106,6 +113,12 @@ def test_temperature_0_takes_the_most_likely(case: dict[str, Any]) -> None:
 def test_a_tiny_temperature_is_nearly_greedy_and_a_ban_holds() -> None:
     params = SamplingParams(temperature=1e-45, logit_bias={3: -math.inf})
     assert Sampler(params, []).draw(torch.tensor(LOGITS)).token_id == 5
+
+
+@pytest.mark.parametrize(("logits", "drawn"), [([1.0, 0.8], 1), ([-1.0, -1.5], 1), ([-1.0, -2.5], 0)])
+def test_the_penalty_lowers_negative_logits_too(logits: list[float], drawn: int) -> None:
+    sampler = Sampler(SamplingParams(repetition_penalty=2.0), [0])
+    assert sampler.draw(torch.tensor(logits)).token_id == drawn
 
 
 def test_the_penalty_counts_the_answer_too() -> None:
@@ -188,58 +201,6 @@ def test_settings_are_frozen_copies() -> None:
 
 # -- text ------------------------------------------------------------------------------------------------------
 
-TEXTS = [
-    "Hello world, this is plain.",
-    "emoji 👩‍👩‍👧 and 🇩🇪 flags 🎉🎉",
-    "中文和日本語のテキスト。",
-    "e\u0301 a\u0308 n\u0303 combining",
-    "  two  spaces\n\nand\tlines ",
-    "STOP at the STOPwatch",
-    "العربية עברית हिन्दी",
-]
-
-
-def _byte_level() -> PreTrainedTokenizerFast:
-    """Bytes and a few merges only, so characters outside ASCII take several tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=290, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<end>", "<tool>"]
-    )
-    tokenizer.train_from_iterator(TEXTS[:1] + TEXTS[5:6], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
-
-
-def _metaspace() -> PreTrainedTokenizerFast:
-    """Llama-2's kind: a space is ``▁``, the text's first one is dropped, unknown characters are bytes."""
-    words = ["▁", "▁Hello", "▁world", "Hello", "▁two", "▁ST", "OP", "▁STOP", ",", ".", "lo", "\n", "s"]
-    words += [f"<0x{byte:02X}>" for byte in range(256)]
-    vocabulary = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", "<tool>", *words])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", extra_special_tokens=["<tool>"])
-
-
-TOKENIZERS = {"byte-level": _byte_level(), "metaspace": _metaspace()}
-
-
-def _tokens(name: str, text: str) -> list[int]:
-    if name == "byte-level":
-        return TOKENIZERS[name].encode(text, add_special_tokens=False)
-    known = TOKENIZERS[name].get_vocab()
-    spaced, ids, at = "▁" + text.replace(" ", "▁"), [], 0
-    while at < len(spaced):  # greedy, longest first
-        size = next((n for n in range(8, 0, -1) if spaced[at : at + n] in known), 0)
-        if size:
-            ids.append(known[spaced[at : at + size]])
-        else:
-            ids.extend(known[f"<0x{byte:02X}>"] for byte in spaced[at].encode())
-        at += size or 1
-    return ids
-
 
 def _pieces(name: str, ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], Detokenizer]:
     text = Detokenizer(TOKENIZERS[name], stop)
@@ -310,7 +271,8 @@ def _check_stop(name: str, text: str, stop: tuple[str, ...]) -> None:
             break
         assert not any(s in emitted for s in stop)
     emitted += detokenizer.finish()
-    cut = min((text.index(s) for s in stop if s in text), default=len(text))
+    # The one that is complete first counts.
+    _, cut = min(((text.index(s) + len(s), text.index(s)) for s in stop if s in text), default=(0, len(text)))
     assert emitted == detokenizer.text == text[:cut]
     assert detokenizer.stopped == (cut < len(text))
     if detokenizer.stopped:  # not a token later than needed

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import epic_engine.attention.spans as spans
 import numpy as np
 import pytest
 import torch
+from epic_engine import Engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import epic_engine.attention.spans as spans
-from epic_engine import Engine
 from tests.engine.models import YARN, build, tiny
 
 

@@ -60,9 +60,7 @@ def squeezed(text):
 
 
 alphabet = st.one_of(
-    st.sampled_from(
-        [" ", "\n", "\n\n", "word ", "# ", "* ", "```\n", "    ", "| a | b |\n", "<|im_end|>", ". "]
-    ),
+    st.sampled_from([" ", "\n", "\n\n", "word ", "# ", "* ", "```\n", "    ", "| a | b |\n", "<|im_end|>", ". "]),
     st.characters(exclude_categories=["Cs"]),
     st.text(st.characters(codec="utf-8"), max_size=30),
 )

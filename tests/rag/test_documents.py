@@ -157,9 +157,7 @@ def test_html_nested_beyond_the_recursion_limit(tmp_path):
 
 
 def test_pdf(tmp_path):
-    document = read_document(
-        write(tmp_path, "a.pdf", make_pdf(["First page", "", "Third café"], "The title"))
-    )
+    document = read_document(write(tmp_path, "a.pdf", make_pdf(["First page", "", "Third café"], "The title")))
     assert document.text == "First page\n\nThird café"
     assert document.metadata == {"title": "The title", "pages_without_text": "2"}
 

@@ -39,9 +39,7 @@ PASSAGES = [
 
 contents = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁")),
-    st.lists(st.sampled_from([" ", "\n", "the quay", "a", "é", "\t", "'", "{{ x }}"]), max_size=6).map(
-        "".join
-    ),
+    st.lists(st.sampled_from([" ", "\n", "the quay", "a", "é", "\t", "'", "{{ x }}"]), max_size=6).map("".join),
 ).filter(lambda text: not any(token in text for token in (*SPECIAL_TOKENS, *MARKERS, "<s>", "</s>")))
 
 
@@ -74,9 +72,7 @@ def test_compose_reproduces_the_chat_template(name: str, question: str):
     composer = COMPOSERS[name]
     segments = composer.compose(chunks(composer), question)
     user = f"{DEFAULT_DOCUMENTS_HEADER}{documents(composer)}Question: {question}"
-    expected = oracle(
-        name, [{"role": "system", "content": DEFAULT_SYSTEM_PROMPT}, {"role": "user", "content": user}]
-    )
+    expected = oracle(name, [{"role": "system", "content": DEFAULT_SYSTEM_PROMPT}, {"role": "user", "content": user}])
     assert composer.text_of(segments) == expected
     assert composer.tokenizer.decode([token for segment in segments for token in segment]) == expected
 
@@ -88,9 +84,7 @@ def test_compose_reproduces_the_chat_template(name: str, question: str):
     texts=st.lists(contents, min_size=3, max_size=3).filter(lambda texts: texts[-1].strip()),
     with_documents=st.booleans(),
 )
-def test_conversations_reproduce_the_chat_template(
-    name: str, system: str, texts: list[str], with_documents: bool
-):
+def test_conversations_reproduce_the_chat_template(name: str, system: str, texts: list[str], with_documents: bool):
     composer = COMPOSERS[name]
     roles = ["user", "assistant", "user"]
     turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
@@ -132,9 +126,7 @@ def test_history_that_changes_the_head_is_refused():
             COMPOSERS["chatml"].tail_ids("q", bad)
 
 
-@pytest.mark.parametrize(
-    ("name", "bos"), [("chatml", 0), ("llama-2", 1), ("llama-3", 1), ("gemma", 1), ("mistral", 1)]
-)
+@pytest.mark.parametrize(("name", "bos"), [("chatml", 0), ("llama-2", 1), ("llama-3", 1), ("gemma", 1), ("mistral", 1)])
 def test_bos_only_as_the_template_gives_it(name: str, bos: int):
     composer, tokenizer = COMPOSERS[name], MODELS[name]
     ids = [token for segment in composer.compose(chunks(composer), "Who?") for token in segment]

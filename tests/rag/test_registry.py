@@ -186,9 +186,7 @@ class ReferenceCounts(RuleBasedStateMachine):
     @rule(old=st.sampled_from(["0a", "0b"]), new=st.sampled_from(["0c", "0e"]))
     def recompile(self, old, new):
         changed = sum(keys.count(old) for keys in self.model.values())
-        self.model = {
-            doc_id: [new if key == old else key for key in keys] for doc_id, keys in self.model.items()
-        }
+        self.model = {doc_id: [new if key == old else key for key in keys] for doc_id, keys in self.model.items()}
         assert self.registry.update_key(old, new) == changed
 
     @invariant()

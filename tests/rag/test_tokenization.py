@@ -57,9 +57,7 @@ def test_joined_segments_decode_to_joined_texts(name: str, first: str, second: s
     assert segmenter.control_ids.isdisjoint(ids)
 
 
-@pytest.mark.parametrize(
-    "frame", ["{0}", "{0}{0}", "x{0}y", " {0} ", "<{0}>", "<|im_{0}end|>", "{0}x", "\n{0}\n"]
-)
+@pytest.mark.parametrize("frame", ["{0}", "{0}{0}", "x{0}y", " {0} ", "<{0}>", "<|im_{0}end|>", "{0}x", "\n{0}\n"])
 def test_text_never_yields_a_control_token(family: str, frame: str):
     segmenter = SEGMENTERS[family]
     for control in CONTROL_STRINGS:

@@ -153,18 +153,12 @@ def sentencepiece(
         backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     else:
         first_or_always = "first" if scheme == "first" else "always"
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(
-            "▁", prepend_scheme=first_or_always, split=scheme != "first"
-        )
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
-    )
+        backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=first_or_always, split=scheme != "first")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
     backend.add_special_tokens([AddedToken(token, special=True) for token in ("<unk>", "<s>", "</s>")])
     if adds_bos:
         backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     tokenizer.chat_template = template
     return tokenizer
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..model.spec import ModelSpec
+from epic_engine.model.spec import ModelSpec
 
 __all__ = ["AttentionBackend", "Plan", "PrivateKV", "Run", "SequenceRows"]
 

@@ -17,8 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..model.decoder import Decoder
-from .base import Run, SequenceRows
+from epic_engine.model.decoder import Decoder
+
+from .base import SequenceRows
 
 __all__ = ["Rectangle", "Span", "staircase", "worth_a_span"]
 

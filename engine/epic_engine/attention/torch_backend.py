@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..model.decoder import Decoder
+from epic_engine.errors import ConfigError
+from epic_engine.model.decoder import Decoder
+
 from .base import AttentionBackend, Plan, PrivateKV, Run, SequenceRows
 from .spans import Span, worth_a_span
 
@@ -245,9 +246,7 @@ class TorchPlan(Plan):
         """``(kv_heads, rows, group, dim / 2)`` complex to ``(kv_heads, rows, group, dim)`` in the model's dtype."""
         return torch.view_as_real(x).flatten(-2).to(self._decoder.dtype)
 
-    def _own(
-        self, q: Tensor, keys: Tensor, values: Tensor, seq: _Sequence, scaling: float
-    ) -> tuple[Tensor, Tensor]:
+    def _own(self, q: Tensor, keys: Tensor, values: Tensor, seq: _Sequence, scaling: float) -> tuple[Tensor, Tensor]:
         """Causal attention of new rows to their sequence's private keys, old and new."""
         rows, held = seq.last - seq.first, seq.held
         if rows == 1:
@@ -271,9 +270,7 @@ class TorchPlan(Plan):
         out, lse = self._dense(q.flatten(1, 2)[None], keys[None], values[None], scaling, False)
         return out[0].unflatten(0, (rows, group)), lse[0].unflatten(0, (rows, group))
 
-    def _read_span(
-        self, total: Tensor, lse: Tensor, q: Tensor, span: Span, layer: int, scaling: float
-    ) -> None:
+    def _read_span(self, total: Tensor, lse: Tensor, q: Tensor, span: Span, layer: int, scaling: float) -> None:
         """Add a sequence's laid-out runs to ``total`` and ``lse`` in place."""
         keys, values = span.lay_out(layer)
         for r in span.rectangles:
@@ -286,9 +283,7 @@ class TorchPlan(Plan):
             total[r.first : r.last].lerp_(out.to(self._wide), share)
             held.copy_(both)
 
-    def _merge(
-        self, total: Tensor, lse: Tensor, block: _Block, q: Tensor, layer: int, scaling: float
-    ) -> Tensor:
+    def _merge(self, total: Tensor, lse: Tensor, block: _Block, q: Tensor, layer: int, scaling: float) -> Tensor:
         """Add one block's pieces to ``total`` in place; returns the new log-sum-exp."""
         outs, weights = [], []
         for g in block.groups:

@@ -16,7 +16,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from ..attention.base import Run
+from epic_engine.attention.base import Run
 
 __all__ = ["Body", "Layout", "LinkPlan", "Segment", "runs_between"]
 

@@ -11,10 +11,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol
 
-from ..errors import ConfigError
+from epic_engine.errors import ConfigError
+
 from .layout import Body, Layout
 
-__all__ = ["Full", "LegoLink", "LinkPolicy", "Naive", "Prefix", "PrefixLookup", "parse_policy", "policy_names"]
+__all__ = [
+    "Full",
+    "LegoLink",
+    "LinkPolicy",
+    "Naive",
+    "Prefix",
+    "PrefixLookup",
+    "parse_policy",
+    "policy_names",
+]
 
 
 class PrefixLookup(Protocol):

@@ -33,8 +33,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..chunks import ChunkKey
-from ..errors import ChunkNotFoundError, StoreError, StoreFormatError
+from epic_engine.chunks import ChunkKey
+from epic_engine.errors import ChunkNotFoundError, StoreError, StoreFormatError
+
 from .store import ChunkInfo, ChunkStore, VerifyReport
 
 __all__ = ["FileStore"]
@@ -282,8 +283,10 @@ class FileStore(ChunkStore):
                 kv = self._map(key)
                 intact = json.loads(row[0]) == list(kv.shape) and row[1] == str(kv.dtype) and row[2] == _checksum(kv)
                 reason = "its bytes differ from what was written"
-            except (OSError, SafetensorError, ValueError) as error:
+            except (FileNotFoundError, SafetensorError, ValueError) as error:
                 intact, reason = False, str(error)
+            except OSError as error:  # says nothing about the chunk: too many open files, no permission, …
+                raise StoreError(f"chunk {key} could not be read from {self.path}: {error}") from error
             if not intact:
                 self.delete([key])
                 raise ChunkNotFoundError(f"chunk {key} was set aside ({reason}): compile its tokens again.")
@@ -293,15 +296,19 @@ class FileStore(ChunkStore):
             return kv
 
     def _map(self, key: ChunkKey) -> Tensor:
-        with safe_open(self._file(key), framework="pt") as file:
-            return file.get_tensor("kv")  # type: ignore[no-any-return]
+        path = self._file(key)
+        with open(path, "rb"):  # tells why a file cannot be opened; safetensors says "no such file" to everything
+            pass
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor("kv")
 
     def forms(self, namespace: str, fingerprint: str, content: str) -> list[ChunkInfo]:
         """All compiled forms of some token ids, oldest first."""
         with self._lock:
             self._check_open()
             rows = self._db.execute(
-                f"SELECT {_COLUMNS} FROM chunks WHERE namespace=? AND fingerprint=? AND content=? ORDER BY created, key",
+                f"SELECT {_COLUMNS} FROM chunks WHERE namespace=? AND fingerprint=? AND content=? "
+                "ORDER BY created, key",
                 (namespace, fingerprint, content),
             ).fetchall()
         return [self._info(row) for row in rows]
@@ -348,8 +355,10 @@ class FileStore(ChunkStore):
                     report.corrupt.append(hexadecimal)
             except FileNotFoundError:
                 report.missing.append(hexadecimal)
-            except (OSError, SafetensorError, ValueError):
+            except (SafetensorError, ValueError):
                 report.corrupt.append(hexadecimal)
+            except OSError as error:
+                raise StoreError(f"chunk {key} could not be read from {self.path}: {error}") from error
         if repair:
             self.delete([ChunkKey(k) for k in report.corrupt + report.missing])
         with self._transaction():

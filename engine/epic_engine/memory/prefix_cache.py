@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..linking.layout import Body
+from epic_engine.linking.layout import Body
 
 __all__ = ["PrefixCache"]
 

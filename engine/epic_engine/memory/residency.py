@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..chunks import ChunkKey
+from epic_engine.chunks import ChunkKey
 
 __all__ = ["Residency"]
 
@@ -41,15 +41,15 @@ class Residency:
             budget = int(free * _DEVICE_SHARE)
         self._budget = budget
 
-    def on_device(self, key: ChunkKey, load: Callable[[], Tensor]) -> Tensor:
+    def on_device(self, key: ChunkKey, load: Callable[[ChunkKey], Tensor]) -> Tensor:
         """The chunk's KV on the device; ``load`` brings it from the store where it is not."""
         if self._device.type == "cpu":
-            return load()
+            return load(key)
         with self._lock:
             if key in self._held:
                 self._held.move_to_end(key)
                 return self._held[key]
-        kv = load().to(self._device)
+        kv = load(key).to(self._device)
         with self._lock:
             if key not in self._held:
                 self._held[key] = kv

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..chunks import ChunkKey
-from ..errors import ChunkNotFoundError
+from epic_engine.chunks import ChunkKey
+from epic_engine.errors import ChunkNotFoundError
 
 __all__ = ["ChunkInfo", "ChunkStore", "MemoryStore", "VerifyReport"]
 

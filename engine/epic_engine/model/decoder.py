@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..errors import UnsupportedModelError
+from epic_engine.errors import UnsupportedModelError
+
 from . import spec as model_spec
 from .fingerprint import model_fingerprint
 from .rope import IdentityRotary, RotaryTable, build_table, find_apply_rotary, observe_pairs
@@ -66,7 +67,7 @@ def attend(
             f"{type(module).__name__} does not forward keyword arguments to its attention function, so the engine "
             "cannot serve it."
         )
-    layer = int(module.layer_idx)
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
     if epic_modules is not None:
         epic_modules[layer] = module
     if scaling is None:
@@ -154,9 +155,7 @@ class Decoder:
             )
         modules: dict[int, nn.Module] = {}
 
-        def run(
-            ids: list[int], positions: list[int], scale: float, recorder: model_spec.Recorder
-        ) -> Tensor:
+        def run(ids: list[int], positions: list[int], scale: float, recorder: model_spec.Recorder) -> Tensor:
             setattr(parent, attribute, IdentityRotary(width, scale))
             return self._hidden(ids, positions, recorder, modules)
 
@@ -232,7 +231,7 @@ class Decoder:
     def _hidden(self, ids: Any, positions: Any, step: AttentionStep, modules: dict[int, nn.Module]) -> Tensor:
         arguments = self._arguments(ids, positions, step)
         output = self._model.base_model(**arguments, epic_modules=modules)
-        return output[0]  # type: ignore[no-any-return]
+        return output[0]
 
     @torch.inference_mode()
     def run(self, ids: Any, positions: Any, step: AttentionStep) -> None:
@@ -251,7 +250,7 @@ class Decoder:
     def logits(self, ids: Any, positions: Any, step: AttentionStep, last: int = 1) -> Tensor:
         """Run rows and return the logits of the last ``last`` of them, ``(last, vocab)``, in the model's dtype."""
         output = self._model(**self._arguments(ids, positions, step), logits_to_keep=last)
-        return output.logits[0]  # type: ignore[no-any-return]
+        return output.logits[0]
 
     def as_pairs(self, x: Tensor) -> Tensor:
         """Head dimensions as rotary pairs: ``(..., head_dim)`` in the model's order to ``(..., head_dim / 2, 2)``.

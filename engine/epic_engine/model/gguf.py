@@ -19,8 +19,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..errors import ModelLoadError
-from ..paths import cache_dir
+from epic_engine.errors import ModelLoadError
+from epic_engine.paths import cache_dir
 
 __all__ = ["load_gguf", "smollm2_file"]
 
@@ -110,7 +110,9 @@ def load_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         raise ModelLoadError(f"the GGUF file {path} could not be read: {error}") from error
     packed = [n for n, p in model.named_parameters() if not p.is_floating_point()]
     if packed:
-        raise ModelLoadError(f"{path.name} was not fully dequantised ({packed[0]} is packed); this needs float weights.")
+        raise ModelLoadError(
+            f"{path.name} was not fully dequantised ({packed[0]} is packed); this needs float weights."
+        )
     _keep(model, tokenizer, kept)
     return model, tokenizer
 

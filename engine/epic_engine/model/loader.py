@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from ..errors import ConfigError, InsufficientResourcesError, ModelLoadError, UnsupportedModelError
-from ..memory.store import available_memory
+from epic_engine.errors import ConfigError, InsufficientResourcesError, ModelLoadError, UnsupportedModelError
+from epic_engine.memory.store import available_memory
+
 from .gguf import load_gguf, smollm2_file
 
 __all__ = ["load_model", "pick_device", "pick_dtype"]
@@ -48,7 +49,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         fast = device.type == "cuda" or _cpu_multiplies_bfloat16()
         return torch.bfloat16 if fast else torch.float32
-    return getattr(torch, name)  # type: ignore[no-any-return]
+    return getattr(torch, name)
 
 
 def load_model(
@@ -85,7 +86,9 @@ def load_model(
             )
         at = next(model.parameters()).device
         if at.type not in ("cpu", "cuda"):
-            raise UnsupportedModelError(f"the model is on {at}: only CPU and CUDA are supported; move it with .to('cpu').")
+            raise UnsupportedModelError(
+                f"the model is on {at}: only CPU and CUDA are supported; move it with .to('cpu')."
+            )
         if device not in ("auto", str(at), at.type):
             raise ConfigError(f"device={device!r} but the loaded model is on {at}: move it, or leave device='auto'.")
         have = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -135,7 +138,7 @@ def _from_pretrained(name: str, dtype: torch.dtype, device: torch.device) -> tup
     if not local and looks_like_path:
         raise ModelLoadError(f"the model folder {name} does not exist.")
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if getattr(config, "is_encoder_decoder", False):
             raise UnsupportedModelError(f"{name} is an encoder-decoder: only decoders are supported.")
         if local:
@@ -146,9 +149,9 @@ def _from_pretrained(name: str, dtype: torch.dtype, device: torch.device) -> tup
                     "them with save_pretrained()."
                 )
             _check_memory(size, device)
-        # Never pickled weights, never code from the model's repository.
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True)
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        # Never pickled weights, never code from the model's repository (by default transformers asks on a terminal).
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (ModelLoadError, InsufficientResourcesError):
         raise
     except Exception as error:

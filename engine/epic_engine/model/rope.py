@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..errors import UnsupportedModelError
+from epic_engine.errors import UnsupportedModelError
 
 __all__ = ["IdentityRotary", "PairLayout", "RotaryTable", "build_table", "observe_pairs"]
 
@@ -98,7 +98,7 @@ def find_apply_rotary(attention: nn.Module) -> _ApplyRotary:
             f"{type(attention).__name__}'s rotary function takes ({', '.join(names)}, …) instead of (q, k, cos, sin): "
             "this kind of rotary embedding is not supported."
         )
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def observe_pairs(apply_rotary: _ApplyRotary, head_dim: int, width: int) -> PairLayout:
@@ -205,9 +205,7 @@ def build_table(
     real = torch.float64 if dtype == torch.float64 else torch.float32
     head_dim = layout.order.numel()
     factors = torch.ones(max_len, head_dim // 2, dtype=wide)
-    factors[:, : layout.pairs] = torch.complex(
-        cos[:, layout.cos_index].to(real), sin[:, layout.sin_index].to(real)
-    )
+    factors[:, : layout.pairs] = torch.complex(cos[:, layout.cos_index].to(real), sin[:, layout.sin_index].to(real))
     # The last word has the model's own function: rotate random vectors at a few positions both ways.
     sample = torch.linspace(0, max_len - 1, steps=min(max_len, 16)).long()
     x = torch.randn(1, 1, len(sample), head_dim, generator=torch.Generator().manual_seed(0))

@@ -26,13 +26,14 @@ import torch
 import transformers
 from torch import Tensor
 
-from .. import _version
-from ..attention.base import AttentionBackend, PrivateKV, SequenceRows
-from ..compiler import Compiler
-from ..contexts import CompileContext
-from ..errors import SelfTestError
-from ..linking.layout import Body, Layout, LinkPlan
-from ..paths import cache_dir
+from epic_engine import _version
+from epic_engine.attention.base import AttentionBackend, PrivateKV, SequenceRows
+from epic_engine.compiler import Compiler
+from epic_engine.contexts import CompileContext
+from epic_engine.errors import SelfTestError
+from epic_engine.linking.layout import Body, Layout, LinkPlan
+from epic_engine.paths import cache_dir
+
 from .decoder import Decoder, share_weights
 
 __all__ = ["SelfTestReport", "gate", "run_selftest"]
@@ -105,7 +106,7 @@ class _Oracle:
             attention_mask=mask[None, None].to(self._device),
             use_cache=False,
         )
-        return output.logits[0]  # type: ignore[no-any-return]
+        return output.logits[0]
 
 
 def _sample_ids(decoder: Decoder, count: int, seed: int) -> list[int]:
@@ -140,13 +141,12 @@ def run_selftest(decoder: Decoder, backend: AttentionBackend) -> SelfTestReport:
     chosen = sorted({0, min(1, size - 1), size // 2})
     linked = engine_logits(layout, dict.fromkeys((1, 2, 3), chosen))
     want_linked = eager.logits(*_stale_and_computed(layout, chosen))[-len(linked) :]
-    report = SelfTestReport(
+    return SelfTestReport(
         full_error=_relative(full, want),
         linked_error=_relative(linked, want_linked),
         tolerance=max(_TOLERANCE[decoder.dtype], _NOISE_FACTOR * noise),
         noise=noise,
     )
-    return report
 
 
 def _stale_and_computed(layout: Layout, chosen: list[int]) -> tuple[list[int], list[int], Tensor]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import UnsupportedModelError
+from epic_engine.errors import UnsupportedModelError
 
 __all__ = ["AttentionCall", "ModelSpec", "check_architecture", "end_token_ids", "observe", "position_limit"]
 
@@ -133,7 +133,8 @@ def check_architecture(model: Any) -> None:
         refuse("it is an encoder-decoder, whose cross-attention has no document KV to reuse.")
     if getattr(config, "kv_lora_rank", None) is not None:
         refuse("multi-head latent attention (MLA) keeps a compressed KV with its own rotary call.")
-    if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", "") == "alibi":
+    alibi = getattr(config, "alibi", False) or getattr(getattr(config, "attn_config", None), "alibi", False)
+    if alibi or getattr(config, "position_embedding_type", "") == "alibi":
         refuse("ALiBi positions enter the scores as a bias instead of a rotation.")
     if len(getattr(config, "sub_configs", {}) or {}) > 0:
         refuse("it has several sub-models (vision, audio, …); load its text model alone.")
@@ -206,8 +207,8 @@ def observe(
     base, seen = record([vocab // 2, vocab // 5, last], [0, 1, 2])
     if seen.repeated or sorted(seen.calls) != list(range(layers)):
         raise UnsupportedModelError(
-            f"{name} is not supported: {layers} layers made {len(seen.calls)} distinct calls of the attention function; "
-            "layers without attention (hybrid, recurrent) or with several attentions cannot be linked."
+            f"{name} is not supported: {layers} layers made {len(seen.calls)} distinct calls of the attention "
+            "function; layers without attention (hybrid, recurrent) or with several attentions cannot be linked."
         )
 
     def differs(a: Tensor, b: Tensor) -> bool:

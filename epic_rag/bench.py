@@ -1,0 +1,403 @@
+"""Time to first token, measured: policies interleaved in one process on the same token ids.
+
+Absolute times depend on the machine and the moment; ratios within one run are what to compare. Two floors say how
+far a policy is from what the machine could do at best: a plain forward pass of just the rows that the policy
+computes, and that plus one flash-attention product a layer of these rows over the whole context.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from epic_engine import ChunkKey, Engine, SamplingParams, __version__
+
+from epic_rag.errors import DocumentError
+from epic_rag.prompt import PromptComposer
+
+__all__ = ["HF", "Example", "Timer", "bench_scaling", "bench_ttft", "read_examples"]
+
+HF = "huggingface"
+"""Name of the baseline in results: the untouched model's forward pass with ``logits_to_keep=1``."""
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One question with its retrieved documents (the generic JSONL form).
+
+    Attributes
+    ----------
+    example_id, question
+        As in the data.
+    documents
+        Texts in retrieval order.
+    answers
+        Accepted answers; may be empty.
+    """
+
+    example_id: str
+    documents: tuple[str, ...]
+    question: str
+    answers: tuple[str, ...] = ()
+
+
+def read_examples(path: str | os.PathLike[str], limit: int | None = None) -> list[Example]:
+    """Read ``{"id", "documents": [{"id", "text"}], "question", "answers"}`` lines.
+
+    Raises
+    ------
+    DocumentError
+        If the file is absent or a line is not of that form; names the line.
+    """
+    found: list[Example] = []
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DocumentError(f"the data set {os.fspath(path)} cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            raw = json.loads(line)
+            texts = tuple(d if isinstance(d, str) else d["text"] for d in raw["documents"])
+            answers = tuple(raw.get("answers", ()))
+            found.append(Example(str(raw.get("id", number)), texts, raw["question"], answers))
+        except (ValueError, KeyError, TypeError) as error:
+            raise DocumentError(
+                f'{os.fspath(path)}, line {number}: expected {{"id", "documents": [{{"text"}}], "question", '
+                f'"answers"}}, found a problem with {error}'
+            ) from error
+        if limit is not None and len(found) == limit:
+            break
+    if not found:
+        raise DocumentError(f"the data set {os.fspath(path)} has no examples.")
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    cpu = platform.processor()
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                cpu = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": cpu,
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "epic_rag": __version__,
+    }
+
+
+class Timer:
+    """Times the things that are compared, on one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._reference = engine.decoder.reference
+        self._device = engine.device
+
+    def _clock(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def linked(self, prompt: Sequence[tuple[int, ...] | ChunkKey], policy: str) -> tuple[float, int, int]:
+        """TTFT in seconds, rows computed and prompt tokens of one request."""
+        done = self._engine.generate(prompt, SamplingParams(max_tokens=1, ignore_eos=True), policy=policy)
+        return done.stats.times.first_token, done.stats.rows, done.stats.prompt
+
+    @torch.inference_mode()
+    def plain(self, ids: Sequence[int]) -> float:
+        """Seconds of the untouched model's forward pass up to the first token."""
+        start = self._clock()
+        row = torch.tensor([list(ids)], device=self._device)
+        logits = self._reference(input_ids=row, use_cache=True, logits_to_keep=1).logits
+        int(logits[0, -1].argmax())
+        return self._clock() - start
+
+    @torch.inference_mode()
+    def attention(self, rows: int, context: int) -> float:
+        """Seconds of dense attention of ``rows`` over ``context`` keys, all layers, torch's flash kernel.
+
+        Grouped heads are folded into rows, which is the kernel's fastest form.
+        """
+        spec = self._engine.spec
+        group = spec.num_heads // spec.num_kv_heads
+        q, k, v = (
+            torch.randn(1, spec.num_kv_heads, length, spec.head_dim, dtype=spec.dtype, device=self._device)
+            for length in (rows * group, context, context)
+        )
+        start = self._clock()
+        for _ in range(spec.num_layers):
+            torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return self._clock() - start
+
+
+def _summary(seconds: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    return {"median_s": statistics.median(ordered), "p95_s": ordered[math.ceil(0.95 * len(ordered)) - 1]}
+
+
+def bench_ttft(
+    engine: Engine,
+    examples: Sequence[Example],
+    policies: Sequence[str],
+    *,
+    context: str = "isolated",
+    repeats: int = 1,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measure TTFT of several policies and of the untouched model.
+
+    Every document is compiled first. Then each example is asked with every policy in turn (in an order that rotates),
+    its documents shuffled; one example runs before as a warm-up and is not counted.
+
+    Parameters
+    ----------
+    engine
+        With a tokenizer.
+    examples
+        Questions with documents.
+    policies
+        String forms. ``prefix`` keeps a radix cache over all earlier prompts of the run.
+    context
+        Compile context.
+    repeats
+        Times each example is asked with each policy.
+    seed
+        Of the shuffles.
+
+    Returns
+    -------
+    dict
+        ``machine``, ``tokens``, ``compile`` (seconds of compiling, and of plain forward passes of the same tokens),
+        ``policies`` (per policy median and p95 TTFT, rows, ratios, floors) and ``records``.
+    """
+    composer = PromptComposer(engine.tokenizer)
+    timer = Timer(engine)
+    rng = random.Random(seed)
+    compiled = _compile(engine, composer, examples, context, timer)
+    head = engine.compile(composer.head_ids, "isolated")
+    records: list[dict[str, Any]] = []
+    rounds = [examples[0], *(e for _ in range(repeats) for e in examples)]
+    for number, example in enumerate(rounds):
+        documents = list(example.documents)
+        rng.shuffle(documents)
+        parts = [composer.encode_chunk(text) for text in documents]
+        keys = [compiled[part] for part in parts]
+        tail = composer.tail_ids(example.question)
+        plain_ids = [t for part in (composer.head_ids, *parts, tail) for t in part]
+        names = [HF, *policies]
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            record: dict[str, Any] = {"example": example.example_id, "policy": name}
+            if name == HF:
+                record |= {"ttft_s": timer.plain(plain_ids), "rows": len(plain_ids)}
+            else:
+                seconds, rows, _ = timer.linked([head, *keys, tail], name)
+                record |= {"ttft_s": seconds, "rows": rows}
+                record["floor_rows_s"] = timer.plain(plain_ids[-rows:])
+                record["floor_attention_s"] = timer.attention(rows, len(plain_ids))
+            record["prompt"] = len(plain_ids)
+            if number:
+                records.append(record)
+        if progress:
+            progress(number, len(rounds) - 1)
+    return {
+        "machine": machine(),
+        "model": engine.spec.architecture,
+        "dtype": str(engine.spec.dtype).removeprefix("torch."),
+        "examples": len(examples),
+        "repeats": repeats,
+        "context": context,
+        "prompt_tokens": statistics.median(r["prompt"] for r in records),
+        "compile": compiled.times,
+        "policies": _table(records, policies),
+        "records": records,
+    }
+
+
+class _Compiled(dict[tuple[int, ...], ChunkKey]):
+    """Token ids to keys, with what compiling took."""
+
+    times: dict[str, float]
+
+
+def _compile(
+    engine: Engine, composer: PromptComposer, examples: Sequence[Example], context: str, timer: Timer
+) -> _Compiled:
+    parts = list(dict.fromkeys(composer.encode_chunk(t) for e in examples for t in e.documents))
+    found = _Compiled()
+    sample = parts[: min(12, len(parts))]
+    engine.compile(sample[0], context)  # warm-up
+    for part in sample[:2]:
+        timer.plain(part)
+    plain, own = [], []
+    engine.forget([k for p in sample if (k := engine.find(p, context)) is not None])
+    for part in sample:  # alternating, so that both see the same machine
+        plain.append(timer.plain(part))
+        start = time.perf_counter()
+        engine.compile(part, context)
+        own.append(time.perf_counter() - start)
+    start = time.perf_counter()
+    keys = engine.compile_many(parts, context)
+    found.update(zip(parts, keys, strict=True))
+    found.times = {
+        "chunks": len(parts),
+        "tokens": sum(map(len, parts)),
+        "sample_tokens": sum(map(len, sample)),
+        "compile_s": sum(own),
+        "plain_forward_s": sum(plain),
+        "ratio": statistics.median(o / p for o, p in zip(own, plain, strict=True)),
+        "rest_s": time.perf_counter() - start,
+    }
+    return found
+
+
+def _table(records: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> dict[str, dict[str, Any]]:
+    by_policy: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for record in records:
+        by_policy[record["policy"]].append(record)
+    table: dict[str, dict[str, Any]] = {}
+    for name in (HF, *policies):
+        rows = by_policy[name]
+        entry: dict[str, Any] = _summary([r["ttft_s"] for r in rows])
+        entry["rows"] = statistics.median(r["rows"] for r in rows)
+        for base in (HF, "full", "prefix"):
+            if base in by_policy:
+                # Pair by pair on the same prompt, so that a machine that slows down meanwhile does not count.
+                pairs = zip(by_policy[base], rows, strict=True)
+                entry[f"speedup_vs_{base}"] = statistics.median(b["ttft_s"] / r["ttft_s"] for b, r in pairs)
+        if name != HF:
+            for floor, parts in {
+                "floor_rows": ("floor_rows_s",),
+                "floor": ("floor_rows_s", "floor_attention_s"),
+            }.items():
+                seconds = [sum(r[p] for p in parts) for r in rows]
+                entry[f"{floor}_s"] = statistics.median(seconds)
+                entry[f"over_{floor}"] = statistics.median(r["ttft_s"] / s for r, s in zip(rows, seconds, strict=True))
+        table[name] = entry
+    return table
+
+
+def bench_scaling(
+    engine: Engine,
+    counts: Sequence[int] = (8, 16, 32, 64),
+    *,
+    chunk_tokens: int | None = None,
+    policies: Sequence[str] = ("naive", "legolink:16"),
+    repeats: int = 5,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measure how cost grows with the number of equal chunks in a prompt.
+
+    Parameters
+    ----------
+    engine
+        Any.
+    counts
+        Numbers of chunks.
+    chunk_tokens
+        Tokens a chunk; None lets the largest number just fit the context.
+    repeats
+        Measurements per point; medians are reported.
+
+    Returns
+    -------
+    dict
+        ``points``: per count and policy the median TTFT, the floors, their ratio and the peak of extra memory.
+    """
+    question = 24
+    size = chunk_tokens or (engine.max_model_len - question - 1) // max(counts)
+    rng = random.Random(0)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(engine.spec.vocab_size) for _ in range(count))
+
+    keys = engine.compile_many([tokens(size) for _ in range(max(counts))])
+    tail = tokens(question)
+    timer = Timer(engine)
+    samples: dict[tuple[int, str], list[tuple[float, float, int]]] = defaultdict(list)
+    steps = (repeats + 1) * len(counts) * len(policies)
+    done = 0
+    for repeat in range(repeats + 1):
+        for count in counts:
+            for policy in policies:
+                prompt: list[tuple[int, ...] | ChunkKey] = [*keys[:count], tail]
+                seconds, rows, length = timer.linked(prompt, policy)
+                floor = timer.plain(tokens(rows)) + timer.attention(rows, length)
+                if repeat:  # the first round warms up
+                    samples[count, policy].append((seconds, floor, rows))
+                done += 1
+                if progress:
+                    progress(done, steps)
+    points = []
+    for (count, policy), found in samples.items():
+        rows = found[0][2]
+        points.append(
+            {
+                "chunks": count,
+                "policy": policy,
+                "rows": rows,
+                "ttft_s": statistics.median(f[0] for f in found),
+                "floor_s": statistics.median(f[1] for f in found),
+                "over_floor": statistics.median(f[0] / f[1] for f in found),
+                "peak_bytes": _peak(engine, [*keys[:count], tail], policy),
+            }
+        )
+    return {
+        "machine": machine(),
+        "model": engine.spec.architecture,
+        "dtype": str(engine.spec.dtype).removeprefix("torch."),
+        "chunk_tokens": size,
+        "points": points,
+    }
+
+
+def _peak(engine: Engine, prompt: Sequence[tuple[int, ...] | ChunkKey], policy: str) -> int:
+    """Peak bytes that torch allocated during one request, beyond what was there before."""
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+    if engine.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(engine.device)
+        before = torch.cuda.memory_allocated(engine.device)
+        engine.generate(prompt, sampling, policy=policy)
+        return torch.cuda.max_memory_allocated(engine.device) - before
+    activity = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity], profile_memory=True) as profile:
+        engine.generate(prompt, sampling, policy=policy)
+    held = peak = 0
+    for size in _allocations(profile):
+        held += size
+        peak = max(peak, held)
+    return peak
+
+
+def _allocations(profile: torch.profiler.profile) -> Iterator[int]:
+    """Bytes allocated (positive) and freed (negative), in order of time."""
+    results: Any = profile.profiler
+    events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        yield event.nbytes()

@@ -1,0 +1,454 @@
+"""The command line: ``epic-rag``. Heavy modules are imported by the command that needs them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from epic_engine.errors import EpicError
+
+from epic_rag.console import (
+    answer_footer,
+    demo_table,
+    err,
+    ingest_progress,
+    out,
+    report_line,
+    scaling_table,
+    stage_progress,
+    ttft_table,
+)
+
+if TYPE_CHECKING:
+    from epic_engine import Engine, FileStore
+
+    from epic_rag.pipeline import EpicRAG
+    from epic_rag.registry import Registry
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(help="RAG answers in a fraction of the time.", no_args_is_help=True, add_completion=False)
+store_app = typer.Typer(help="Look into a store, check it, remove documents.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+app.add_typer(store_app, name="store")
+app.add_typer(bench_app, name="bench")
+
+StoreOption = Annotated[Path, typer.Option("--store", help="Directory of documents and compiled chunks.")]
+ModelOption = Annotated[
+    str, typer.Option("--model", help="Folder, hub id, .gguf file or 'smollm2'.", envvar="EPIC_RAG_MODEL")
+]
+PolicyOption = Annotated[str, typer.Option("--policy", help="Link policy, e.g. full, naive, legolink:16.")]
+ContextOption = Annotated[str | None, typer.Option("--context", help="Compile context: isolated, sink:n or head.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+KOption = Annotated[int, typer.Option("--k", "-k", min=1, help="Chunks to retrieve.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+TokensOption = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer in tokens.")]
+
+
+def main() -> None:
+    """Run the command line: errors of ours become one line and exit code 1, Ctrl-C becomes 130."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    try:
+        app(standalone_mode=False)
+    except EpicError as error:
+        err.print(f"error: {error}", style="red", markup=False, highlight=False)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        _interrupted()
+    except typer.Abort:
+        _interrupted()
+    except Exception as error:
+        # Usage errors know how to show themselves; anything else is a defect and keeps its traceback.
+        show = getattr(error, "show", None)
+        if show is None:
+            raise
+        show()
+        sys.exit(getattr(error, "exit_code", 2))
+
+
+def _interrupted() -> None:
+    err.print("stopped; what was finished is kept, and the same command goes on from there.")
+    sys.exit(130)
+
+
+@contextlib.contextmanager
+def _open(store: Path, model: str, *, must_exist: bool, **options: Any) -> Iterator[EpicRAG]:
+    if must_exist and not (store / "registry.sqlite").is_file():
+        raise typer.BadParameter(f"{store} holds no documents yet: run `epic-rag ingest PATH --store {store}` first.")
+    with err.status("loading the model …"):
+        from epic_rag.pipeline import EpicRAG
+
+        rag = EpicRAG.open(store, model, **options)
+    with rag:
+        yield rag
+
+
+@app.command()
+def ingest(
+    paths: Annotated[list[Path], typer.Argument(help="Files and folders.")],
+    store: StoreOption,
+    model: ModelOption = "smollm2",
+    context: ContextOption = None,
+    max_chunk_tokens: Annotated[int, typer.Option(help="Longest chunk in tokens.")] = 384,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Read, chunk, compile and index documents. Unchanged ones cost nothing; an interrupted run is resumed."""
+    from epic_rag.chunking import ChunkingConfig
+
+    chunking = ChunkingConfig(max_tokens=max_chunk_tokens)
+    with (
+        _open(store, model, must_exist=False, context=context, chunking=chunking, device=device, dtype=dtype) as rag,
+        ingest_progress() as progress,
+    ):
+        report = rag.add(
+            [*paths],
+            progress=progress,
+            on_estimate=lambda estimate: err.print(f"to compile: {estimate}", highlight=False),
+        )
+    if as_json:
+        out.print_json(json.dumps(vars(report)))
+        return
+    out.print(report_line(report), highlight=False)
+    for path, why in report.skipped:
+        err.print(f"skipped {path}: {why}", style="dim", markup=False, highlight=False)
+
+
+@app.command()
+def ask(
+    question: Annotated[str, typer.Argument(help="In words.")],
+    store: StoreOption,
+    model: ModelOption = "smollm2",
+    policy: PolicyOption = "legolink:16",
+    context: ContextOption = None,
+    k: KOption = 5,
+    max_tokens: TokensOption = 200,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Answer a question from the documents in a store."""
+    from epic_engine import SamplingParams
+
+    with _open(store, model, must_exist=True, context=context, policy=policy, device=device, dtype=dtype) as rag:
+        stream = rag.stream(question, k=k, sampling=SamplingParams(max_tokens=max_tokens))
+        for piece in stream:
+            if not as_json:
+                out.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+        answer = stream.answer
+    if not as_json:
+        out.print()
+        out.print(answer_footer(answer))
+        return
+    stats = answer.stats
+    result = {
+        "text": answer.text,
+        "sources": [vars(s) for s in answer.sources],
+        "policy": stats.policy,
+        "reuse": stats.reuse,
+        "tokens": {
+            "prompt": stats.prompt,
+            "linked": stats.linked,
+            "recomputed": stats.recomputed,
+            "reused": stats.reused,
+            "generated": stats.generated,
+        },
+        "rows": stats.rows,
+        "ttft_s": stats.times.first_token,
+        "times": vars(stats.times),
+        "finish_reason": answer.finish_reason,
+    }
+    # Plain print: rich would wrap long lines to the terminal.
+    print(json.dumps(result, ensure_ascii=False))
+
+
+@app.command()
+def chat(
+    store: StoreOption,
+    model: ModelOption = "smollm2",
+    policy: PolicyOption = "legolink:16",
+    context: ContextOption = None,
+    k: KOption = 4,
+    max_tokens: TokensOption = 200,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Converse about the documents in a store. Ctrl-C stops an answer, Ctrl-D (or an empty line) ends."""
+    from epic_engine import SamplingParams
+
+    history: list[dict[str, str]] = []
+    with _open(store, model, must_exist=True, context=context, policy=policy, device=device, dtype=dtype) as rag:
+        while True:
+            try:
+                question = out.input("[bold]you: [/bold]").strip()
+            except (EOFError, KeyboardInterrupt):
+                question = ""
+            if not question:
+                return
+            stream = rag.stream(question, k=k, history=history, sampling=SamplingParams(max_tokens=max_tokens))
+            try:
+                for piece in stream:
+                    out.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+            except KeyboardInterrupt:
+                stream.close()
+            out.print()
+            out.print(answer_footer(stream.answer))
+            history += [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": stream.answer.text or "…"},
+            ]
+
+
+@app.command()
+def demo(
+    everything: Annotated[bool, typer.Option("--all", help="All of the corpus instead of 30k tokens.")] = False,
+    folder: Annotated[Path, typer.Option("--corpus", help="The handbook's folder.")] = Path("examples/corpus"),
+    store: StoreOption = Path(".demo"),
+    model: ModelOption = "smollm2",
+    questions: Annotated[int, typer.Option(min=1, help="Questions to ask.")] = 6,
+    k: KOption = 6,
+) -> None:
+    """Ingest a real corpus, ask several questions, and time the first token three ways."""
+    from epic_rag import demo as demonstration
+
+    with _open(store, model, must_exist=False) as rag:
+        spec = rag.engine.spec
+        out.print(
+            f"{spec.architecture}, {str(spec.dtype).removeprefix('torch.')} on {rag.engine.device}; "
+            f"correctness gate passed (relative error {rag.engine.selftest.linked_error:.1e})"  # type: ignore[union-attr]
+            if rag.engine.selftest
+            else spec.architecture,
+            highlight=False,
+        )
+        documents = demonstration.corpus(
+            folder, everything=everything, count=lambda text: len(rag.composer.tokenizer.encode_text(text))
+        )
+        with ingest_progress() as progress:
+            report = rag.add(
+                documents,
+                progress=progress,
+                on_estimate=lambda estimate: err.print(f"to compile: {estimate}", highlight=False),
+            )
+        out.print(report_line(report), highlight=False)
+        answers = []
+        asked = demonstration.demo_questions(folder, questions)
+        with stage_progress("asking") as step:
+            for number, (question, expected) in enumerate(asked):
+                step(number, len(asked))
+                answers.append(demonstration.run_question(rag, question, expected, k=k))
+            step(len(asked), len(asked))
+        out.print(demo_table(answers, demonstration.total(answers)))
+
+
+@app.command()
+def doctor(
+    model: ModelOption = "smollm2",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Load a model, compare the engine with the untouched model, and report what this machine offers."""
+    with err.status("loading the model and comparing …"):
+        from epic_engine import Engine
+
+        from epic_rag.bench import machine
+
+        engine = Engine(model, device=device, dtype=dtype, selftest=False)
+        report = engine.run_selftest()
+    spec = engine.spec
+    facts: dict[str, Any] = {
+        **machine(),
+        "model": spec.architecture,
+        "fingerprint": engine.fingerprint,
+        "device": str(engine.device),
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "max_model_len": engine.max_model_len,
+        "kv_bytes_per_token": spec.kv_bytes_per_token,
+        "error_full": report.full_error,
+        "error_linked": report.linked_error,
+        "tolerance": report.tolerance,
+        "passed": report.passed,
+    }
+    engine.close()
+    if as_json:
+        print(json.dumps(facts))
+    else:
+        for name, value in facts.items():
+            out.print(f"{name:>20}  {value}", highlight=False, markup=False)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+def _files(store: Path) -> tuple[Registry, FileStore]:
+    if not (store / "registry.sqlite").is_file():
+        raise typer.BadParameter(f"{store} is no store: it holds no registry.sqlite.")
+    from epic_engine import FileStore
+
+    from epic_rag.registry import Registry
+
+    return Registry.open(store / "registry.sqlite"), FileStore(store / "chunks")
+
+
+@store_app.command("ls")
+def store_ls(store: StoreOption, as_json: JsonOption = False) -> None:
+    """List documents."""
+    registry, chunks = _files(store)
+    with registry, contextlib.closing(chunks):
+        rows = [
+            {
+                "doc_id": d.doc_id,
+                "source": d.source,
+                "chunks": len(registry.chunks(d.doc_id)),
+                "added_at": d.added_at,
+            }
+            for d in registry.documents()
+        ]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    for row in rows:
+        out.print(f"{row['chunks']:>6} chunks  {row['doc_id']}", highlight=False, markup=False, soft_wrap=True)
+
+
+@store_app.command("stats")
+def store_stats(store: StoreOption, as_json: JsonOption = False) -> None:
+    """Count documents, chunks, tokens and bytes."""
+    registry, chunks = _files(store)
+    with registry, contextlib.closing(chunks):
+        compiled = list(chunks.entries())
+        facts = {
+            **registry.counts(),
+            "compiled_chunks": len(compiled),
+            "kv_bytes": sum(c.nbytes for c in compiled),
+            "models": len({c.fingerprint for c in compiled}),
+        }
+    if as_json:
+        print(json.dumps(facts))
+        return
+    for name, value in facts.items():
+        out.print(f"{name:>20}  {value}", highlight=False)
+
+
+@store_app.command("verify")
+def store_verify(
+    store: StoreOption,
+    repair: Annotated[bool, typer.Option("--repair", help="Drop what is damaged or unnamed.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare every compiled chunk with its checksum; exit code 1 if something is wrong."""
+    registry, chunks = _files(store)
+    with registry, contextlib.closing(chunks), err.status("reading every chunk …"):
+        report = chunks.verify(repair=repair)
+        held = {c.key.hex for c in chunks.entries()}
+        absent = sorted(registry.all_keys() - held)
+    facts = {**vars(report), "not_compiled": absent, "clean": report.clean}
+    if as_json:
+        print(json.dumps(facts))
+    else:
+        out.print(
+            f"{report.checked} chunks checked: {len(report.corrupt)} corrupt, {len(report.missing)} missing, "
+            f"{len(report.orphans)} files without entry, {len(absent)} to compile when they are next used"
+            + (" (repaired)" if repair and not report.clean else ""),
+            highlight=False,
+        )
+    if not report.clean and not repair:
+        raise typer.Exit(1)
+
+
+@store_app.command("rm")
+def store_rm(
+    doc_ids: Annotated[list[str], typer.Argument(help="Documents, as `store ls` names them.")],
+    store: StoreOption,
+) -> None:
+    """Forget documents and the KV that no other document shares."""
+    registry, chunks = _files(store)
+    from epic_engine import ChunkKey
+
+    with registry, contextlib.closing(chunks):
+        for doc_id in doc_ids:
+            freed = registry.delete_document(doc_id)
+            chunks.delete([ChunkKey(key) for key in freed if not registry.reference_count(key)])
+            out.print(f"forgot {doc_id}: {len(freed)} compiled chunks freed", highlight=False, markup=False)
+
+
+def _bench_engine(model: str, device: str, dtype: str) -> Engine:
+    with err.status("loading the model …"):
+        from epic_engine import Engine
+
+        return Engine(model, device=device, dtype=dtype)
+
+
+@bench_app.command("ttft")
+def bench_ttft(
+    dataset: Annotated[Path, typer.Option("--dataset", help="JSON lines: id, documents, question, answers.")],
+    limit: Annotated[int, typer.Option(min=1, help="Examples to take.")] = 10,
+    policies: Annotated[str, typer.Option(help="Comma-separated.")] = "full,prefix,naive,legolink:16",
+    context: Annotated[str, typer.Option(help="Compile context.")] = "isolated",
+    repeats: Annotated[int, typer.Option(min=1, help="Times each prompt is asked with each policy.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the shuffles.")] = 0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
+    model: ModelOption = "smollm2",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Time to first token per policy on the same prompts, with shuffled documents."""
+    from epic_engine import parse_policy
+
+    from epic_rag.bench import bench_ttft, read_examples
+
+    names = [str(parse_policy(name)) for name in policies.split(",") if name.strip()]
+    examples = read_examples(dataset, limit)
+    with _bench_engine(model, device, dtype) as engine, stage_progress("prompts") as progress:
+        result = bench_ttft(engine, examples, names, context=context, repeats=repeats, seed=seed, progress=progress)
+    _finish(result, json_path)
+    out.print(ttft_table(result))
+    out.print(
+        f"compiling costs {result['compile']['ratio']:.2f}× a plain forward pass of the same tokens",
+        highlight=False,
+    )
+
+
+@bench_app.command("scaling")
+def bench_scaling(
+    chunks: Annotated[str, typer.Option(help="Comma-separated numbers of chunks.")] = "8,16,32,64",
+    chunk_tokens: Annotated[int | None, typer.Option(help="Tokens a chunk; fits the context by default.")] = None,
+    policies: Annotated[str, typer.Option(help="Comma-separated.")] = "naive,legolink:16",
+    repeats: Annotated[int, typer.Option(min=1)] = 5,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
+    model: ModelOption = "smollm2",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+) -> None:
+    """How cost and memory grow with the number of chunks."""
+    from epic_rag.bench import bench_scaling
+
+    with _bench_engine(model, device, dtype) as engine, stage_progress("measurements") as progress:
+        result = bench_scaling(
+            engine,
+            [int(c) for c in chunks.split(",")],
+            chunk_tokens=chunk_tokens,
+            policies=[p.strip() for p in policies.split(",")],
+            repeats=repeats,
+            progress=progress,
+        )
+    _finish(result, json_path)
+    out.print(scaling_table(result))
+
+
+def _finish(result: dict[str, Any], path: Path | None) -> None:
+    result["command"] = " ".join(["epic-rag", *sys.argv[1:]])
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

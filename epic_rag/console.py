@@ -1,0 +1,178 @@
+"""What the command line shows: progress, answers and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from epic_rag.demo import DemoAnswer
+    from epic_rag.pipeline import Answer, IngestReport
+    from epic_rag.pipeline import Progress as OnProgress
+
+__all__ = [
+    "answer_footer",
+    "demo_table",
+    "err",
+    "ingest_progress",
+    "out",
+    "report_line",
+    "scaling_table",
+    "stage_progress",
+    "ttft_table",
+]
+
+out = Console()
+err = Console(stderr=True)
+
+
+@contextmanager
+def stage_progress(what: str) -> Iterator[Any]:
+    """A progress bar on standard error; yields ``(done, total) -> None``."""
+    with _bar() as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@contextmanager
+def ingest_progress() -> Iterator[OnProgress]:
+    """One bar a stage of ingestion."""
+    names = {"read": "reading documents", "compile": "compiling tokens"}
+    tasks: dict[str, TaskID] = {}
+    with _bar() as progress:
+
+        def update(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = progress.add_task(names.get(stage, stage), total=total)
+            progress.update(tasks[stage], completed=done, total=total)
+
+        yield update
+
+
+def _bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description:>20}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=err,
+    )
+
+
+def report_line(report: IngestReport) -> str:
+    """One line about an ingest."""
+    parts = [
+        f"{len(report.added)} added",
+        f"{len(report.updated)} updated",
+        f"{len(report.unchanged)} unchanged",
+        f"{report.chunks} chunks ({report.tokens} tokens), {report.compiled_chunks} compiled",
+        f"{report.seconds:.1f} s",
+    ]
+    if report.skipped:
+        parts.append(f"{len(report.skipped)} files skipped")
+    return ", ".join(parts)
+
+
+def answer_footer(answer: Answer) -> Text:
+    """Sources and costs, for under an answer."""
+    stats = answer.stats
+    text = Text()
+    for source in answer.sources:
+        text.append(f"  {source.score:.2f}  {source.chunk_id}\n", style="dim")
+    text.append(
+        f"  {stats.policy}: {stats.prompt} prompt tokens, {stats.reused} reused ({stats.reuse}), "
+        f"{stats.recomputed} recomputed, first token after {stats.times.first_token:.2f} s",
+        style="dim",
+    )
+    return text
+
+
+def demo_table(answers: Sequence[DemoAnswer], totals: Mapping[str, float]) -> Table:
+    """The demonstration's one table."""
+    table = Table(title="Time to first token, the same prompts three ways", show_lines=True)
+    table.add_column("question and answer", ratio=1)
+    table.add_column("sources")
+    for name in ("prompt", "reused", "recomputed", "linked", "prefix cache", "full prefill"):
+        table.add_column(name, justify="right")
+    for a in answers:
+        stats = a.answer.stats
+        mark = "[green]✓[/green] " if a.found else ("[red]✗[/red] " if a.expected else "")
+        sources = list(dict.fromkeys(s.doc_id for s in a.answer.sources))
+        table.add_row(
+            Text.from_markup(f"[bold]{a.question}[/bold]\n{mark}").append(a.answer.text),
+            "\n".join(sources),
+            str(stats.prompt),
+            str(stats.reused),
+            str(stats.recomputed),
+            f"[bold]{a.linked_s:.2f} s[/bold]",
+            f"{a.prefix_s:.2f} s",
+            f"{a.full_s:.2f} s",
+        )
+    table.add_row(
+        "[bold]median[/bold]",
+        "",
+        "",
+        "",
+        "",
+        f"[bold]{totals['linked_s']:.2f} s[/bold]",
+        f"{totals['prefix_s']:.2f} s\n{totals['speedup_vs_prefix']:.1f}× slower",
+        f"{totals['huggingface_s']:.2f} s\n{totals['speedup_vs_full']:.1f}× slower",
+    )
+    return table
+
+
+def ttft_table(result: Mapping[str, Any]) -> Table:
+    """Result of ``bench ttft``."""
+    table = Table(title=f"TTFT, {result['examples']} prompts of about {result['prompt_tokens']:.0f} tokens")
+    for name in (
+        "policy",
+        "rows",
+        "median",
+        "p95",
+        "vs Hugging Face",
+        "vs full",
+        "vs prefix",
+        "rows floor",
+        "floor",
+    ):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+
+    def times(value: float | None, digits: int = 1) -> str:
+        return "" if value is None else f"{value:.{digits}f}×"
+
+    for policy, entry in result["policies"].items():
+        table.add_row(
+            policy,
+            f"{entry['rows']:.0f}",
+            f"{entry['median_s']:.3f} s",
+            f"{entry['p95_s']:.3f} s",
+            times(entry.get("speedup_vs_huggingface")),
+            times(entry.get("speedup_vs_full")),
+            times(entry.get("speedup_vs_prefix")),
+            times(entry.get("over_floor_rows"), 2),
+            times(entry.get("over_floor"), 2),
+        )
+    return table
+
+
+def scaling_table(result: Mapping[str, Any]) -> Table:
+    """Result of ``bench scaling``."""
+    table = Table(title=f"TTFT as chunks of {result['chunk_tokens']} tokens are added")
+    for name in ("policy", "chunks", "rows", "TTFT", "over floor", "extra memory"):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for p in sorted(result["points"], key=lambda p: (p["policy"], p["chunks"])):
+        table.add_row(
+            p["policy"],
+            str(p["chunks"]),
+            str(p["rows"]),
+            f"{p['ttft_s']:.3f} s",
+            f"{p['over_floor']:.2f}×",
+            f"{p['peak_bytes'] / 2**20:.0f} MiB",
+        )
+    return table
