@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from epic_engine import SamplingParams, __version__
 
+    from epic_rag.answers import Answer, AnswerStream, Source
     from epic_rag.chunking import ChunkingConfig
     from epic_rag.documents import Document
-    from epic_rag.pipeline import Answer, AnswerStream, EpicRAG, IngestReport, Source
+    from epic_rag.ingest import IngestReport
+    from epic_rag.pipeline import EpicRAG
 
 __all__ = [
     "Answer",
@@ -29,14 +31,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Answer": "epic_rag.pipeline",
-    "AnswerStream": "epic_rag.pipeline",
+    "Answer": "epic_rag.answers",
+    "AnswerStream": "epic_rag.answers",
     "ChunkingConfig": "epic_rag.chunking",
     "Document": "epic_rag.documents",
     "EpicRAG": "epic_rag.pipeline",
-    "IngestReport": "epic_rag.pipeline",
+    "IngestReport": "epic_rag.ingest",
     "SamplingParams": "epic_engine",
-    "Source": "epic_rag.pipeline",
+    "Source": "epic_rag.answers",
     "__version__": "epic_engine",
 }
 

@@ -190,6 +190,8 @@ def bench_ttft(
         Times each example is asked with each policy.
     seed
         Of the shuffles.
+    progress
+        Called with prompts done and their total.
 
     Returns
     -------
@@ -322,8 +324,12 @@ def bench_scaling(
         Numbers of chunks.
     chunk_tokens
         Tokens a chunk; None lets the largest number just fit the context.
+    policies
+        String forms.
     repeats
         Measurements per point; medians are reported.
+    progress
+        Called with measurements done and their total.
 
     Returns
     -------

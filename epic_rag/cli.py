@@ -56,7 +56,8 @@ def main() -> None:
     """Run the command line: errors of ours become one line and exit code 1, Ctrl-C becomes 130."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
-        app(standalone_mode=False)
+        # Without its standalone mode typer returns the code of an Exit.
+        sys.exit(app(standalone_mode=False) or 0)
     except EpicError as error:
         err.print(f"error: {error}", style="red", markup=False, highlight=False)
         sys.exit(1)
@@ -220,14 +221,10 @@ def demo(
     from epic_rag import demo as demonstration
 
     with _open(store, model, must_exist=False) as rag:
-        spec = rag.engine.spec
-        out.print(
-            f"{spec.architecture}, {str(spec.dtype).removeprefix('torch.')} on {rag.engine.device}; "
-            f"correctness gate passed (relative error {rag.engine.selftest.linked_error:.1e})"  # type: ignore[union-attr]
-            if rag.engine.selftest
-            else spec.architecture,
-            highlight=False,
-        )
+        spec, gate = rag.engine.spec, rag.engine.selftest
+        checked = f"; correctness gate passed (relative error {gate.linked_error:.1e})" if gate else ""
+        kind = str(spec.dtype).removeprefix("torch.")
+        out.print(f"{spec.architecture}, {kind} on {rag.engine.device}{checked}", highlight=False)
         documents = demonstration.corpus(
             folder, everything=everything, count=lambda text: len(rag.composer.tokenizer.encode_text(text))
         )
@@ -373,7 +370,10 @@ def store_rm(
     from epic_engine import ChunkKey
 
     with registry, contextlib.closing(chunks):
-        for doc_id in doc_ids:
+        for given in doc_ids:
+            # Files are known by their absolute paths; a relative one means the same file.
+            path = Path(given).absolute().as_posix()
+            doc_id = path if given not in registry and path in registry else given
             freed = registry.delete_document(doc_id)
             chunks.delete([ChunkKey(key) for key in freed if not registry.reference_count(key)])
             out.print(f"forgot {doc_id}: {len(freed)} compiled chunks freed", highlight=False, markup=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from epic_rag.answers import Answer
     from epic_rag.demo import DemoAnswer
-    from epic_rag.pipeline import Answer, IngestReport
-    from epic_rag.pipeline import Progress as OnProgress
+    from epic_rag.ingest import IngestReport
+    from epic_rag.ingest import Progress as OnProgress
 
 __all__ = [
     "answer_footer",
@@ -28,8 +30,10 @@ __all__ = [
     "ttft_table",
 ]
 
-out = Console()
-err = Console(stderr=True)
+# A pipe or a file has no width; tables need some.
+_PIPE_WIDTH = 150
+out = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+err = Console(stderr=True, width=None if sys.stderr.isatty() else _PIPE_WIDTH)
 
 
 @contextmanager
@@ -96,8 +100,8 @@ def answer_footer(answer: Answer) -> Text:
 def demo_table(answers: Sequence[DemoAnswer], totals: Mapping[str, float]) -> Table:
     """The demonstration's one table."""
     table = Table(title="Time to first token, the same prompts three ways", show_lines=True)
-    table.add_column("question and answer", ratio=1)
-    table.add_column("sources")
+    table.add_column("question and answer", ratio=3)
+    table.add_column("sources", ratio=2)
     for name in ("prompt", "reused", "recomputed", "linked", "prefix cache", "full prefill"):
         table.add_column(name, justify="right")
     for a in answers:
@@ -105,7 +109,7 @@ def demo_table(answers: Sequence[DemoAnswer], totals: Mapping[str, float]) -> Ta
         mark = "[green]✓[/green] " if a.found else ("[red]✗[/red] " if a.expected else "")
         sources = list(dict.fromkeys(s.doc_id for s in a.answer.sources))
         table.add_row(
-            Text.from_markup(f"[bold]{a.question}[/bold]\n{mark}").append(a.answer.text),
+            Text.from_markup(f"[bold]{a.question}[/bold]\n{mark}").append(_shortened(a.answer.text)),
             "\n".join(sources),
             str(stats.prompt),
             str(stats.reused),
@@ -127,6 +131,11 @@ def demo_table(answers: Sequence[DemoAnswer], totals: Mapping[str, float]) -> Ta
     return table
 
 
+def _shortened(text: str, length: int = 200) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
 def ttft_table(result: Mapping[str, Any]) -> Table:
     """Result of ``bench ttft``."""
     table = Table(title=f"TTFT, {result['examples']} prompts of about {result['prompt_tokens']:.0f} tokens")
@@ -141,7 +150,7 @@ def ttft_table(result: Mapping[str, Any]) -> Table:
         "rows floor",
         "floor",
     ):
-        table.add_column(name, justify="left" if name == "policy" else "right")
+        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=name == "policy")
 
     def times(value: float | None, digits: int = 1) -> str:
         return "" if value is None else f"{value:.{digits}f}×"
@@ -165,7 +174,7 @@ def scaling_table(result: Mapping[str, Any]) -> Table:
     """Result of ``bench scaling``."""
     table = Table(title=f"TTFT as chunks of {result['chunk_tokens']} tokens are added")
     for name in ("policy", "chunks", "rows", "TTFT", "over floor", "extra memory"):
-        table.add_column(name, justify="left" if name == "policy" else "right")
+        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=name == "policy")
     for p in sorted(result["points"], key=lambda p: (p["policy"], p["chunks"])):
         table.add_row(
             p["policy"],

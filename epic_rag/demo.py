@@ -12,10 +12,11 @@ from typing import Any
 
 from epic_engine import SamplingParams
 
+from epic_rag.answers import Answer
 from epic_rag.bench import HF, Timer
 from epic_rag.documents import Document, iter_documents
 from epic_rag.errors import DocumentError
-from epic_rag.pipeline import Answer, EpicRAG
+from epic_rag.pipeline import EpicRAG
 
 __all__ = ["DemoAnswer", "corpus", "demo_questions", "run_question", "total"]
 

@@ -8,126 +8,36 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 from epic_engine import (
     ChunkKey,
-    ChunkNotFoundError,
     CompileContext,
     CompileEstimate,
-    Completion,
     ConfigError,
     Engine,
     InsufficientResourcesError,
     LinkPolicy,
-    RequestStats,
     SamplingParams,
     Stream,
 )
 
+from epic_rag.answers import Answer, AnswerStream, Source
 from epic_rag.chunking import Chunker, ChunkingConfig
-from epic_rag.documents import Document, PathInput, content_hash, iter_documents
-from epic_rag.errors import DocumentError
+from epic_rag.documents import Document, content_hash
+from epic_rag.ingest import IngestReport, Item, PendingDocument, Progress, batches, read_items
 from epic_rag.prompt import PromptComposer
 from epic_rag.registry import ChunkRecord, DocumentRecord, Registry
 from epic_rag.retrieval import Embedder, FaissRetriever, Hit, MiniLMEmbedder, Retriever
 
-__all__ = ["Answer", "AnswerStream", "EpicRAG", "IngestReport", "Source"]
+__all__ = ["EpicRAG"]
 
 logger = logging.getLogger(__name__)
 
-Item = Document | PathInput
-Progress = Callable[[str, int, int], None]
-"""Called with the stage (``"read"``, ``"compile"``), how much is done and how much there is (documents, tokens)."""
-
 _FRAME_VERSION = 1
-
-
-@dataclass(frozen=True)
-class Source:
-    """A chunk that an answer was given from.
-
-    Attributes
-    ----------
-    chunk_id, doc_id
-        Its ids in the registry.
-    source
-        Where the document came from.
-    text
-        The chunk's text.
-    score
-        Similarity to the question, -1 to 1.
-    """
-
-    chunk_id: str
-    doc_id: str
-    source: str
-    text: str
-    score: float
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An answer with its sources and its cost.
-
-    Attributes
-    ----------
-    text
-        The model's answer.
-    sources
-        Chunks in the prompt, in prompt order.
-    stats
-        Token counts, reuse kind and stage times.
-    finish_reason
-        ``stop``, ``length`` or ``cancelled``.
-    """
-
-    text: str
-    sources: tuple[Source, ...]
-    stats: RequestStats
-    finish_reason: str
-
-
-@dataclass
-class IngestReport:
-    """What :meth:`EpicRAG.add` did.
-
-    Attributes
-    ----------
-    added, updated, unchanged
-        Ids of documents.
-    chunks, tokens
-        Chunks and tokens of the added and updated documents.
-    compiled_chunks, compiled_tokens
-        Of these, what had to be compiled; the rest was known.
-    seconds
-        Wall-clock time.
-    skipped
-        Path and reason of files that were not read.
-    """
-
-    added: list[str] = field(default_factory=list)
-    updated: list[str] = field(default_factory=list)
-    unchanged: list[str] = field(default_factory=list)
-    chunks: int = 0
-    tokens: int = 0
-    compiled_chunks: int = 0
-    compiled_tokens: int = 0
-    seconds: float = 0.0
-    skipped: list[tuple[str, str]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """A new or changed document, split and tokenised."""
-
-    document: Document
-    hash: str
-    texts: list[str]
-    ids: list[tuple[int, ...]]
 
 
 class EpicRAG:
@@ -264,7 +174,7 @@ class EpicRAG:
         """
         begin = time.perf_counter()
         report = IngestReport()
-        pending = self._prepare(_documents(items, texts, report), report, progress)
+        pending = self._prepare(read_items(items, texts, report), report, progress)
         chunks = [ids for p in pending for ids in p.ids]
         if chunks:
             estimate = self.engine.estimate(chunks, self.context)
@@ -280,8 +190,8 @@ class EpicRAG:
         total, done = sum(len(ids) for ids in chunks), 0
         if progress:
             progress("compile", 0, total)
-        for group in _groups(pending, self.engine.config.rows_per_step):
-            self._store(group, lambda now, _total, base=done: progress and progress("compile", base + now, total))
+        for group in batches(pending, self.engine.config.rows_per_step):
+            self._store(group, _shifted(progress, done, total))
             done += sum(len(ids) for p in group for ids in p.ids)
             if progress:
                 progress("compile", done, total)
@@ -291,9 +201,9 @@ class EpicRAG:
 
     def _prepare(
         self, documents: Iterable[Document], report: IngestReport, progress: Progress | None
-    ) -> list[_Pending]:
+    ) -> list[PendingDocument]:
         settings = self._settings_hash()
-        pending: dict[str, _Pending] = {}
+        pending: dict[str, PendingDocument] = {}
         for count, document in enumerate(documents, start=1):
             digest = content_hash(document)
             if self.registry.is_current(document.doc_id, digest, settings):
@@ -304,12 +214,12 @@ class EpicRAG:
                     (report.updated if known else report.added).append(document.doc_id)
                 texts = self._chunker.split(document)
                 ids = [self.composer.encode_chunk(text) for text in texts]
-                pending[document.doc_id] = _Pending(document, digest, texts, ids)
+                pending[document.doc_id] = PendingDocument(document, digest, texts, ids)
             if progress:
                 progress("read", count, count)
         return list(pending.values())
 
-    def _store(self, group: Sequence[_Pending], progress: Callable[[int, int], object]) -> None:
+    def _store(self, group: Sequence[PendingDocument], progress: Callable[[int, int], None] | None) -> None:
         ids = [i for p in group for i in p.ids]
         keys = self.engine.compile_many(ids, self.context, progress=progress) if ids else []
         vectors = self._embedder.embed([t for p in group for t in p.texts])
@@ -410,6 +320,8 @@ class EpicRAG:
 
         Parameters
         ----------
+        question, k, policy, sampling, sources
+            As in :meth:`ask`.
         history
             Earlier turns (``{"role", "content"}``), for conversations.
 
@@ -486,86 +398,15 @@ class EpicRAG:
         self.close()
 
 
-class AnswerStream:
-    """An answer as it is generated; made by :meth:`EpicRAG.stream`. ``close()`` cancels it."""
+def _shifted(progress: Progress | None, base: int, total: int) -> Callable[[int, int], None] | None:
+    """One batch's progress as that of the whole ingest."""
+    if progress is None:
+        return None
 
-    def __init__(self, start: Callable[[], Stream], sources: tuple[Source, ...], tokenise_seconds: float) -> None:
-        self.sources = sources
-        self._start = start
-        self._tokenise = tokenise_seconds
-        self._stream = start()
-        self._pieces = self._run()
+    def report(done: int, _: int) -> None:
+        progress("compile", base + done, total)
 
-    def _run(self) -> Iterator[str]:
-        first = None
-        for _ in range(len(self.sources) + 2):
-            try:
-                first = next(self._stream, None)
-                break
-            except ChunkNotFoundError as error:
-                # A stored chunk turned out to be damaged and was set aside: it is compiled again. There may be more.
-                logger.warning("%s", error)
-                self._stream = self._start()
-        if first is not None and first.text:
-            yield first.text
-        for event in self._stream:
-            if event.text:
-                yield event.text
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    def close(self) -> None:
-        """Cancel; what was generated so far stays in :attr:`answer`."""
-        self._stream.close()
-
-    @property
-    def answer(self) -> Answer:
-        """The whole answer, once the stream has ended."""
-        done: Completion = self._stream.completion
-        done.stats.times.tokenise = self._tokenise
-        return Answer(done.text.strip(), self.sources, done.stats, done.finish_reason)
-
-
-def _documents(
-    items: Item | Iterable[Item], texts: Mapping[str, str] | None, report: IngestReport
-) -> Iterator[Document]:
-    single = isinstance(items, Document | str | os.PathLike)
-    for item in [items] if single else items:  # type: ignore[list-item, union-attr]
-        if isinstance(item, Document):
-            yield item
-        elif isinstance(item, str | os.PathLike):
-            if not Path(item).expanduser().exists():
-                raise DocumentError(
-                    f"{os.fspath(item)[:200]!r} is no file or folder: check the path, or pass a plain string as "
-                    "texts={'its id': '…'}."
-                )
-            yield from iter_documents(
-                item,
-                on_skip=lambda path, why: report.skipped.append((str(path), why)),
-                on_error=lambda path, error: report.skipped.append((str(path), str(error))),
-            )
-        else:
-            raise DocumentError(f"documents are paths or Document objects, not {type(item).__name__}.")
-    for doc_id, text in (texts or {}).items():
-        yield Document(doc_id, text, source=doc_id)
-
-
-def _groups(pending: Sequence[_Pending], tokens: int) -> Iterator[list[_Pending]]:
-    """Documents to compile together: enough for full batches, few enough that a crash loses little."""
-    group: list[_Pending] = []
-    size = 0
-    for p in pending:
-        group.append(p)
-        size += sum(len(ids) for ids in p.ids)
-        if size >= tokens:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+    return report
 
 
 def _tokenizer_digest(tokenizer: Any) -> str:

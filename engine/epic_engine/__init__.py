@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from .chunks import ChunkKey, CompiledChunk
     from .config import EngineConfig, SamplingParams
     from .contexts import CompileContext
-    from .engine import CompileEstimate, Engine, Stream
+    from .costs import CompileEstimate
+    from .engine import Engine
     from .linking.policies import LinkPolicy, parse_policy, policy_names
     from .memory.file_store import FileStore
     from .memory.store import ChunkInfo, ChunkStore, MemoryStore, VerifyReport
     from .request import Completion, RequestStats, StageTimes, StreamEvent
+    from .stream import Stream
 
 __all__ = [
     "ChunkInfo",
@@ -74,9 +76,9 @@ _HOMES = {
     "EngineConfig": ".config",
     "SamplingParams": ".config",
     "CompileContext": ".contexts",
-    "CompileEstimate": ".engine",
+    "CompileEstimate": ".costs",
     "Engine": ".engine",
-    "Stream": ".engine",
+    "Stream": ".stream",
     "LinkPolicy": ".linking.policies",
     "parse_policy": ".linking.policies",
     "policy_names": ".linking.policies",

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from .attention.base import AttentionBackend, PrivateKV, Run, SequenceRows
+from .attention.base import AttentionBackend, PrivateKV, SequenceRows
 from .attention.torch_backend import TorchBackend
 from .chunks import ChunkKey, CompiledChunk, content_digest
 from .compiler import Compiler, pack
 from .config import EngineConfig, SamplingParams
 from .contexts import CompileContext, parse_context
-from .detokenizer import Detokenizer
+from .costs import CompileEstimate, check_fits, estimate
 from .errors import (
     ChunkNotFoundError,
     ConfigError,
     ContextLengthError,
     EngineClosedError,
-    InsufficientResourcesError,
 )
 from .linking.layout import Body, Layout, LinkPlan
 from .linking.policies import LinkPolicy, parse_policy
@@ -37,41 +34,12 @@ from .memory.store import ChunkInfo, ChunkStore, MemoryStore, available_memory
 from .model.decoder import Decoder
 from .model.loader import load_model
 from .model.selftest import SelfTestReport, gate, run_selftest
-from .request import Completion, RequestStats, StreamEvent
-from .sampler import Sampler, TokenLogprob
+from .request import Completion
+from .stream import LinkedPrompt, Stream, StreamWork
 
-__all__ = ["CompileEstimate", "Engine", "Prompt", "Stream"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Engine", "Prompt"]
 
 Prompt = Sequence[Sequence[int] | ChunkKey]
-
-
-@dataclass(frozen=True)
-class CompileEstimate:
-    """What compiling will take.
-
-    Attributes
-    ----------
-    chunks, tokens
-        Chunks that are not compiled yet, and their tokens.
-    disk_bytes, memory_bytes
-        KV to store, and peak memory while a batch is computed.
-    seconds
-        From a short measurement on this machine.
-    """
-
-    chunks: int
-    tokens: int
-    disk_bytes: int
-    memory_bytes: int
-    seconds: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.chunks} chunks, {self.tokens} tokens: {self.disk_bytes / 2**20:.0f} MiB to store, "
-            f"{self.memory_bytes / 2**20:.0f} MiB of memory, about {self.seconds:.0f} s"
-        )
 
 
 class Engine:
@@ -237,7 +205,7 @@ class Engine:
                 )
         todo = self._missing(chunks, keys)
         if todo:
-            self._check_fits(todo)
+            self._check_fits([len(ids) for _, ids in todo])
         total = sum(len(ids) for _, ids in todo)
         done = 0
         if progress:
@@ -285,11 +253,8 @@ class Engine:
         where = self.parse_context(context)
         keys = [ChunkKey.of(self.fingerprint, self.config.namespace, where.identity, ids) for ids in chunks]
         todo = self._missing(chunks, keys)
-        tokens = sum(len(ids) for _, ids in todo)
-        seconds = tokens * self._token_seconds() if todo else 0.0
-        return CompileEstimate(
-            len(todo), tokens, tokens * self.spec.kv_bytes_per_token, self._batch_bytes(todo), seconds
-        )
+        lengths = [len(ids) for _, ids in todo]
+        return estimate(self.spec, lengths, self.config.rows_per_step, self._token_seconds() if todo else 0.0)
 
     def _token_seconds(self) -> float:
         if self._seconds_per_token is None:
@@ -302,28 +267,14 @@ class Engine:
         assert self._seconds_per_token is not None
         return self._seconds_per_token
 
-    def _batch_bytes(self, todo: Sequence[tuple[ChunkKey, tuple[int, ...]]]) -> int:
-        """Peak memory of a batch: its KV twice (computed and being written) and the widest activations."""
-        longest = max((len(ids) for _, ids in todo), default=0)
-        rows = min(sum(len(ids) for _, ids in todo), max(self.config.rows_per_step, longest))
-        wide = 12 * self.spec.hidden_size * max(self.spec.dtype.itemsize, 4)
-        return rows * (2 * self.spec.kv_bytes_per_token + wide)
-
-    def _check_fits(self, todo: Sequence[tuple[ChunkKey, tuple[int, ...]]]) -> None:
-        tokens = sum(len(ids) for _, ids in todo)
-        disk, free = tokens * self.spec.kv_bytes_per_token, self.store.free_bytes()
-        if disk > free:
-            raise InsufficientResourcesError(
-                f"{len(todo)} chunks ({tokens} tokens) take {disk / 2**30:.2f} GiB of KV, the store has "
-                f"{free / 2**30:.2f} GiB free: ingest less, free some space, or use a smaller model."
-            )
-        memory = self._batch_bytes(todo)
-        have = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else available_memory()
-        if memory > have:
-            raise InsufficientResourcesError(
-                f"a batch takes {memory / 2**30:.2f} GiB of memory, {have / 2**30:.2f} GiB are free: lower "
-                f"rows_per_step={self.config.rows_per_step} or split the longest chunk."
-            )
+    def _check_fits(self, lengths: Sequence[int]) -> None:
+        on_gpu = self.device.type == "cuda"
+        check_fits(
+            estimate(self.spec, lengths, self.config.rows_per_step, 0.0),
+            disk_free=self.store.free_bytes(),
+            memory_free=torch.cuda.mem_get_info(self.device)[0] if on_gpu else available_memory(),
+            rows_per_step=self.config.rows_per_step,
+        )
 
     def chunk(self, key: ChunkKey) -> CompiledChunk:
         """Look a compiled chunk up, with its KV.
@@ -413,7 +364,13 @@ class Engine:
         chosen = self.policy if policy is None else parse_policy(policy)
         infos = self._resolve(prompt)
         self._check_length(infos, params.max_tokens)
-        return Stream(self, infos, params, chosen, begin)
+        work = StreamWork(
+            link=lambda: self._link(infos, chosen, room=params.max_tokens),
+            step=lambda token, row: self._forward([token], [row], last=1)[-1],
+            tokenizer=self.tokenizer,
+            end_ids=self.spec.end_ids,
+        )
+        return Stream(work, params, str(chosen), begin)
 
     def score(self, prompt: Prompt, continuation: Sequence[int], *, policy: str | LinkPolicy | None = None) -> Tensor:
         """Logits that predict each token of a given continuation (teacher forcing).
@@ -477,7 +434,7 @@ class Engine:
                 f"{max(self.max_model_len - length, 0)}."
             )
 
-    def _link(self, infos: Sequence[tuple[int, ...] | ChunkInfo], policy: LinkPolicy, room: int) -> _Linked:
+    def _link(self, infos: Sequence[tuple[int, ...] | ChunkInfo], policy: LinkPolicy, room: int) -> LinkedPrompt:
         begin = time.perf_counter()
         parts: list[tuple[Sequence[int], Body | None]] = []
         for item in infos:
@@ -490,7 +447,7 @@ class Engine:
         plan = LinkPlan(layout, policy.select(layout))
         loaded = time.perf_counter()
         private = PrivateKV(self.spec, len(plan.rows) + room, self.device)
-        linked = _Linked(layout, plan, private)
+        linked = LinkedPrompt(layout, plan, private)
         ids, step = plan.row_ids, self.config.rows_per_step
         for at in range(0, len(ids), step):
             rows = linked.rows(plan.rows[at : at + step])
@@ -554,150 +511,3 @@ def _open_store(store: str | os.PathLike[str] | ChunkStore | None) -> ChunkStore
     if store is None:
         return MemoryStore()
     return store if isinstance(store, ChunkStore) else FileStore(Path(store))
-
-
-class _Linked:
-    """A linked prompt: its plan, its private KV and the logits of its last token."""
-
-    def __init__(self, layout: Layout, plan: LinkPlan, private: PrivateKV) -> None:
-        self.layout = layout
-        self.plan = plan
-        self.private = private
-        self.runs: list[Run] = plan.runs
-        self.logits = torch.empty(0)
-        self.load_seconds = 0.0
-        self.link_seconds = 0.0
-
-    def rows(self, positions: Sequence[int]) -> SequenceRows:
-        """Rows of this prompt at the given places."""
-        return SequenceRows(positions, self.private, self.runs)
-
-
-class Stream:
-    """A running generation; made by :meth:`Engine.stream`.
-
-    Iterate over it for :class:`~epic_engine.request.StreamEvent` objects. Work begins with the first one. Leaving
-    early and :meth:`close` (also from another thread) cancel it; either way its KV is freed.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        infos: list[tuple[int, ...] | ChunkInfo],
-        params: SamplingParams,
-        policy: LinkPolicy,
-        begin: float,
-    ) -> None:
-        self._cancelled = threading.Event()
-        self._done: list[Completion] = []
-        self._policy = str(policy)
-        self._events = self._run(engine, infos, params, policy, begin, self._cancelled, self._done)
-
-    def __iter__(self) -> Iterator[StreamEvent]:
-        return self
-
-    def __next__(self) -> StreamEvent:
-        return next(self._events)
-
-    def close(self) -> None:
-        """Cancel: no more tokens are computed and the KV is freed."""
-        self._cancelled.set()
-        try:
-            self._events.close()
-        except ValueError:
-            return  # another thread is inside the generator; it sees the flag before its next token
-        if not self._done:  # closed before the first token
-            self._done.append(Completion((), "", "cancelled", RequestStats(policy=self._policy)))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    @property
-    def completion(self) -> Completion:
-        """The whole answer; what there is of it if the stream was cancelled.
-
-        Raises
-        ------
-        ConfigError
-            If the stream has not ended.
-        """
-        if not self._done:
-            raise ConfigError("the stream has not ended: iterate over it, or close it, before reading completion.")
-        return self._done[0]
-
-    # Without self: a stream that is dropped must take its generator, and with it the KV, along at once.
-    @staticmethod
-    def _run(
-        engine: Engine,
-        infos: list[tuple[int, ...] | ChunkInfo],
-        params: SamplingParams,
-        policy: LinkPolicy,
-        begin: float,
-        cancelled: threading.Event,
-        done: list[Completion],
-    ) -> Generator[StreamEvent]:
-        stats = RequestStats(policy=str(policy))
-        tokens: list[int] = []
-        logprobs: list[TokenLogprob] = []
-        text = Detokenizer(engine.tokenizer, params.stop)
-        reason: Any = "cancelled"
-        linked: _Linked | None = None
-        try:
-            if cancelled.is_set():
-                return
-            linked = engine._link(infos, policy, room=params.max_tokens)
-            _count(stats, linked)
-            sampler = Sampler(params, linked.layout.token_ids)
-            ends = set(params.stop_token_ids) | (set() if params.ignore_eos else engine.spec.end_ids)
-            logits = linked.logits[-1]
-            while not cancelled.is_set():
-                drawn = sampler.draw(logits)
-                now = time.perf_counter() - begin
-                stats.times.first_token = stats.times.first_token or now
-                stats.times.total = now
-                if drawn.token_id in ends:
-                    reason = "stop"
-                    break
-                tokens.append(drawn.token_id)
-                stats.generated = len(tokens)
-                if params.logprobs is not None:
-                    logprobs.append(drawn)
-                piece = text.push(drawn.token_id)
-                ended = text.stopped or len(tokens) == params.max_tokens
-                if ended:
-                    piece += text.finish()
-                    reason = "stop" if text.stopped else "length"
-                yield StreamEvent(drawn.token_id, piece, drawn if params.logprobs is not None else None)
-                if ended:
-                    break
-                place = len(linked.layout) + len(tokens) - 1
-                logits = engine._forward([drawn.token_id], [linked.rows([place])], last=1)[-1]
-            if reason == "stop" and not text.stopped:
-                rest = text.finish()
-                if rest:
-                    yield StreamEvent(drawn.token_id, rest)
-        finally:
-            if reason == "cancelled":
-                text.finish()
-            if stats.generated > 1:
-                stats.times.per_token = (stats.times.total - stats.times.first_token) / (stats.generated - 1)
-            if linked is not None:
-                # The generator object may live on in a traceback or a variable; its KV must not.
-                linked.private = None  # type: ignore[assignment]
-                linked.runs = []
-                linked = None
-            done.append(Completion(tuple(tokens), text.text, reason, stats, tuple(logprobs)))
-
-
-def _count(stats: RequestStats, linked: _Linked) -> None:
-    layout = linked.layout
-    stats.prompt = len(layout)
-    stats.linked = sum(len(s.token_ids) for s in layout.linked)
-    stats.recomputed = linked.plan.recomputed
-    stats.rows = len(linked.plan.rows)
-    stats.times.load, stats.times.link = linked.load_seconds, linked.link_seconds
-    if stats.reused:
-        stats.reuse = "exact" if all(s.exact for s in layout.linked) else "composed"

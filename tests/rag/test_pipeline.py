@@ -50,8 +50,14 @@ def test_full_answer_is_hugging_faces(tmp_path: Path) -> None:
         rag.add(texts=TEXTS)
         answer = rag.ask("Who is the harbour master?", k=3, policy="full", sampling=GREEDY)
         records = rag.registry.chunks_by_id([s.chunk_id for s in answer.sources])
-        ids = [t for part in rag.composer.compose([r.token_ids for r in records], "Who is the harbour master?") for t in part]
-    out = model().generate(torch.tensor([ids]), max_new_tokens=12, min_new_tokens=12, do_sample=False, eos_token_id=None)
+        ids = [
+            t
+            for part in rag.composer.compose([r.token_ids for r in records], "Who is the harbour master?")
+            for t in part
+        ]
+    out = model().generate(
+        torch.tensor([ids]), max_new_tokens=12, min_new_tokens=12, do_sample=False, eos_token_id=None
+    )
     want = tokenizer().decode(out[0][len(ids) :], skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert answer.text == want.strip("\ufffd").strip()
     assert answer.stats.prompt == len(ids)
@@ -64,7 +70,10 @@ def test_retrieval_finds_the_document_and_reuse_is_counted(tmp_path: Path) -> No
         answer = rag.ask("How much does rye bread cost at the bakery?", k=4, policy="legolink:3", sampling=GREEDY)
         stats = answer.stats
         lengths = [len(r.token_ids) for r in rag.registry.chunks_by_id([s.chunk_id for s in answer.sources])]
-        head, tail = len(rag.composer.head_ids), len(rag.composer.tail_ids("How much does rye bread cost at the bakery?"))
+        head, tail = (
+            len(rag.composer.head_ids),
+            len(rag.composer.tail_ids("How much does rye bread cost at the bakery?")),
+        )
     assert answer.sources[0].doc_id == "bakery"
     assert stats.prompt == head + sum(lengths) + tail
     assert stats.linked == head + sum(lengths)
@@ -84,7 +93,9 @@ def test_life_of_documents_costs_only_what_changed(tmp_path: Path, counter: Coun
         assert (again.added, again.updated, sorted(again.unchanged)) == ([], [], sorted(TEXTS))
         assert counter.take() == 0
 
-        changed = rag.add(texts={"bakery": TEXTS["bakery"] + " Cakes are sold on Sundays only, and always before noon."})
+        changed = rag.add(
+            texts={"bakery": TEXTS["bakery"] + " Cakes are sold on Sundays only, and always before noon."}
+        )
         assert changed.updated == ["bakery"]
         assert 0 < counter.take() < first.compiled_chunks
 
@@ -241,7 +252,9 @@ def test_stream_joins_to_the_answer_and_can_be_cancelled(tmp_path: Path) -> None
         rag.add(texts=TEXTS)
         stream = rag.stream("When does the ferry leave?", sampling=GREEDY)
         pieces = list(stream)
-        assert "".join(pieces).strip() == stream.answer.text == rag.ask("When does the ferry leave?", sampling=GREEDY).text
+        assert (
+            "".join(pieces).strip() == stream.answer.text == rag.ask("When does the ferry leave?", sampling=GREEDY).text
+        )
         cancelled = rag.stream("When does the ferry leave?", sampling=SamplingParams(max_tokens=500, ignore_eos=True))
         next(cancelled)
         cancelled.close()
@@ -270,9 +283,7 @@ def test_history_is_part_of_the_prompt(tmp_path: Path) -> None:
     history = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Good day."}]
     with open_rag(tmp_path) as rag:
         rag.add(texts=TEXTS)
-        plain, later = (
-            rag.stream("And the ferry?", history=h, sampling=GREEDY) for h in (None, history)
-        )
+        plain, later = (rag.stream("And the ferry?", history=h, sampling=GREEDY) for h in (None, history))
         lengths = []
         for stream in (plain, later):
             list(stream)
