@@ -118,6 +118,7 @@ class Timer:
         self._engine = engine
         self._reference = engine.decoder.reference
         self._device = engine.device
+        self._kv: torch.Tensor | None = None
 
     def _clock(self) -> float:
         if self._device.type == "cuda":
@@ -142,17 +143,19 @@ class Timer:
     def attention(self, rows: int, context: int) -> float:
         """Seconds of dense attention of ``rows`` over ``context`` keys, all layers, torch's flash kernel.
 
-        Grouped heads are folded into rows, which is the kernel's fastest form.
+        Grouped heads are folded into rows, which is the kernel's fastest form; every layer has keys and values of
+        its own, as a model has.
         """
         spec = self._engine.spec
         group = spec.num_heads // spec.num_kv_heads
-        q, k, v = (
-            torch.randn(1, spec.num_kv_heads, length, spec.head_dim, dtype=spec.dtype, device=self._device)
-            for length in (rows * group, context, context)
-        )
+        kind: dict[str, Any] = {"dtype": spec.dtype, "device": self._device}
+        if self._kv is None or self._kv.shape[-2] < context:
+            self._kv = torch.randn(spec.num_layers, 2, spec.num_kv_heads, context, spec.head_dim, **kind)
+        kv = self._kv[..., :context, :]
+        q = torch.randn(1, spec.num_kv_heads, rows * group, spec.head_dim, **kind)
         start = self._clock()
-        for _ in range(spec.num_layers):
-            torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        for layer in range(spec.num_layers):
+            torch.nn.functional.scaled_dot_product_attention(q, kv[layer, 0][None], kv[layer, 1][None])
         return self._clock() - start
 
 

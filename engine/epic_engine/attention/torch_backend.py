@@ -24,7 +24,7 @@ from .spans import Span, worth_a_span
 __all__ = ["TorchBackend", "dense_math"]
 
 # Rotated queries of this many (row, run) pairs are made at a time: more would leave the caches.
-_PAIRS_PER_BLOCK = 2048
+_PAIRS_PER_BLOCK = 1024
 
 _Dense = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
 
@@ -301,8 +301,7 @@ class TorchPlan(Plan):
         shares /= mass
         total.mul_(shares[0, ..., None])
         share = shares.flatten(0, 1).index_select(0, block.slots)
-        parts = block.scratch("parts", total, 0)
-        _concatenate(outs, parts)
+        parts = block.scratch("parts", total, 0).copy_(torch.cat(outs))
         parts *= share[..., None]
         total.index_add_(0, block.rows, parts)
         return top + mass.log_()
@@ -311,14 +310,6 @@ class TorchPlan(Plan):
         """Count the rows' keys as part of their sequences."""
         for seq in self._sequences:
             seq.private.length = seq.held + seq.last - seq.first
-
-
-def _concatenate(parts: Sequence[Tensor], out: Tensor) -> None:
-    """Copy parts behind each other along the first dimension, converting as they go."""
-    at = 0
-    for part in parts:
-        out[at : at + part.shape[0]].copy_(part)
-        at += part.shape[0]
 
 
 def _split(
