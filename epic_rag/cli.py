@@ -24,6 +24,7 @@ from epic_rag.console import (
     stage_progress,
     ttft_table,
 )
+from epic_rag.evaluation.command import evaluate
 
 if TYPE_CHECKING:
     from epic_engine import Engine, FileStore
@@ -282,6 +283,9 @@ def doctor(
             out.print(f"{name:>20}  {value}", highlight=False, markup=False)
     if not report.passed:
         raise typer.Exit(1)
+
+
+app.command("eval")(evaluate)
 
 
 def _files(store: Path) -> tuple[Registry, FileStore]:

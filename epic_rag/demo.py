@@ -113,8 +113,8 @@ def run_question(rag: EpicRAG, question: str, expected: Sequence[str], *, k: int
     records = rag.registry.chunks_by_id([s.chunk_id for s in answer.sources])
     parts = [r.token_ids for r in records]
     head, tail = rag.composer.head_ids, rag.composer.tail_ids(question)
-    keys = [rag.engine.compile(ids, rag.context) for ids in parts]
-    prompt: list[Any] = [rag.engine.compile(head, "isolated"), *keys, tail]
+    keys = [rag.key_of(record) for record in records]
+    prompt: list[Any] = [rag.head_key(), *keys, tail]
     ids = [t for part in (head, *parts, tail) for t in part]
     linked = statistics.median(timer.linked(prompt, str(rag.engine.policy))[0] for _ in range(3))
     prefix = timer.linked([tuple(ids)], "prefix")[0]

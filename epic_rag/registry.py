@@ -232,6 +232,14 @@ class Registry:
             )
         return [found[chunk_id] for chunk_id in wanted]
 
+    def chunks_by_key(self, keys: Iterable[str]) -> list[ChunkRecord]:
+        """Return one chunk for each key; keys that no chunk has are left out."""
+        found: list[ChunkRecord] = []
+        for key in keys:
+            rows = self._rows(f"SELECT {CHUNK_COLUMNS} FROM chunks WHERE key = ? LIMIT 1", (key,))
+            found.extend(chunk_from_row(row) for row in rows)
+        return found
+
     def embeddings(self) -> tuple[list[str], npt.NDArray[np.float32]]:
         """Return all chunk ids and their embeddings, sorted by document id and place.
 

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from .attention.base import AttentionBackend, PrivateKV, Run, SequenceRows
+from .chunks import ChunkKey
 from .contexts import CompileContext
+from .errors import ConfigError
 from .model.decoder import Decoder
 
 __all__ = ["Compiler", "pack"]
@@ -40,17 +42,22 @@ class Compiler:
         The model.
     backend
         Its attention.
+    load
+        Brings a compiled chunk's KV to the device; needed for contexts with neighbours.
     """
 
-    def __init__(self, decoder: Decoder, backend: AttentionBackend) -> None:
+    def __init__(
+        self, decoder: Decoder, backend: AttentionBackend, load: Callable[[ChunkKey], Tensor] | None = None
+    ) -> None:
         self._decoder = decoder
         self._backend = backend
+        self._load = load
         self._contexts: dict[tuple[int, ...], Tensor] = {}
 
     def compile(
         self,
         chunks: Sequence[Sequence[int]],
-        context: CompileContext,
+        context: CompileContext | Sequence[CompileContext],
         run: Callable[[list[int], list[SequenceRows]], None] | None = None,
     ) -> list[Tensor]:
         """Compile chunks in one forward pass.
@@ -60,7 +67,7 @@ class Compiler:
         chunks
             Token ids of each chunk, none empty.
         context
-            What each of them sees before itself.
+            What they see before themselves: one for all, or one each.
         run
             Runs rows through the model; None runs them here.
 
@@ -69,15 +76,10 @@ class Compiler:
         list of Tensor
             KV of each chunk, ``(layers, 2, kv_heads, tokens, head_dim)``.
         """
-        base = len(context.token_ids)
-        runs: list[Run] = []
-        if base:
-            if context.token_ids not in self._contexts:
-                alone = self.compile([context.token_ids], CompileContext("isolated"), run)
-                self._contexts[context.token_ids] = alone[0]
-            runs = [Run(self._contexts[context.token_ids], 0, base, offset=0, after=base)]
+        contexts = [context] * len(chunks) if isinstance(context, CompileContext) else context
         batch = []
-        for ids in chunks:
+        for ids, where in zip(chunks, contexts, strict=True):
+            runs, base = self._stand(where, run)
             private = PrivateKV(self._decoder.spec, len(ids), self._decoder.device, base=base)
             batch.append(SequenceRows(range(base, base + len(ids)), private, runs))
         ids = [t for chunk in chunks for t in chunk]
@@ -88,3 +90,23 @@ class Compiler:
             self._decoder.run(ids, [p for b in batch for p in b.positions], plan)
             plan.commit()
         return [b.private.kv for b in batch]
+
+    def _stand(
+        self, context: CompileContext, run: Callable[[list[int], list[SequenceRows]], None] | None
+    ) -> tuple[list[Run], int]:
+        """What stands before a chunk, and the place where the chunk begins."""
+        runs: list[Run] = []
+        base = len(context.token_ids)
+        if base:
+            if context.token_ids not in self._contexts:
+                alone = self.compile([context.token_ids], CompileContext("isolated"), run)
+                self._contexts[context.token_ids] = alone[0]
+            runs.append(Run(self._contexts[context.token_ids], 0, base, offset=0, after=base))
+        for key in context.neighbours:
+            if self._load is None:
+                raise ConfigError("this compiler has no store to load neighbours from.")
+            kv = self._load(key)
+            length = kv.shape[3]
+            runs.append(Run(kv, 0, length, offset=base, after=base + length))
+            base += length
+        return runs, base

@@ -4,15 +4,19 @@
 ``isolated``          nothing (EPIC's default: the chunk's first tokens become attention sinks)
 ``sink:n``            n dummy tokens, so that the sinks fall on tokens that are dropped (EPIC's LegoLink-0)
 ``head``              the prompt's real head, as given to the engine
+``neighbours:n``      the head and n other chunks, likely to be retrieved with it: the chunk learns
+                      that it is not alone. Needs somebody who knows which:
+                      :meth:`Engine.compile_neighbours <epic_engine.Engine.compile_neighbours>`
 ====================  ==========================================================================
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .chunks import content_digest
+from .chunks import ChunkKey, content_digest
 from .errors import ConfigError
 
 __all__ = ["CompileContext", "parse_context"]
@@ -28,15 +32,21 @@ class CompileContext:
         As written by the user: ``isolated``, ``sink:4``, ``head``.
     token_ids
         The tokens; empty for ``isolated``.
+    neighbours
+        Keys of chunks, compiled behind ``token_ids``, that stand between these and the chunk.
     """
 
     name: str
     token_ids: tuple[int, ...] = ()
+    neighbours: tuple[ChunkKey, ...] = ()
 
     @property
     def identity(self) -> str:
-        """What a chunk key records: the tokens, for these alone shape the KV."""
-        return content_digest(self.token_ids) if self.token_ids else "isolated"
+        """What a chunk key records: the tokens, and the keys of neighbours, for these alone shape the KV."""
+        own = content_digest(self.token_ids) if self.token_ids else "isolated"
+        if not self.neighbours:
+            return own
+        return hashlib.sha256("/".join([own, *(key.hex for key in self.neighbours)]).encode()).hexdigest()
 
 
 def parse_context(text: str | CompileContext, *, head: Sequence[int], sink_token: int) -> CompileContext:
@@ -73,4 +83,9 @@ def parse_context(text: str | CompileContext, *, head: Sequence[int], sink_token
         if count < 1:
             raise ConfigError(f"context={text!r} needs a number of tokens of at least 1, as in 'sink:4'.")
         return CompileContext(text, (sink_token,) * count)
-    raise ConfigError(f"unknown compile context {text!r}: use 'isolated', 'sink:n' or 'head'.")
+    if name == "neighbours":
+        raise ConfigError(
+            f"context={text!r} needs the neighbours of each chunk: call compile_neighbours(), or let EpicRAG choose "
+            "them by their embeddings."
+        )
+    raise ConfigError(f"unknown compile context {text!r}: use 'isolated', 'sink:n', 'head' or 'neighbours:n'.")

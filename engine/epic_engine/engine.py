@@ -106,11 +106,13 @@ class Engine:
         self.backend: AttentionBackend = TorchBackend(self.decoder)
         self.selftest: SelfTestReport | None = gate(self.decoder, self.backend) if self.config.selftest else None
         self._lock = threading.RLock()
-        self._compiler = Compiler(self.decoder, self.backend)
         self._prefixes = PrefixCache(self.config.prefix_cache_bytes)
         self._residency = Residency(device)
         self._own_store = not isinstance(store, ChunkStore)
         self.store: ChunkStore = _open_store(store)
+        self._compiler = Compiler(
+            self.decoder, self.backend, lambda key: self._residency.on_device(key, self.store.load)
+        )
         self._seconds_per_token: float | None = None
         self._closed = False
 
@@ -137,14 +139,26 @@ class Engine:
     def find(self, token_ids: Sequence[int], context: str | CompileContext | None = None) -> ChunkKey | None:
         """Best compiled form of exactly these tokens for this model and namespace, or None.
 
-        The form compiled in ``context`` (None: the engine's default) is preferred, then the newest.
+        The form compiled in ``context`` (None: the engine's default) is preferred, then forms that saw other chunks,
+        then forms that saw a head, then the newest.
         """
         self._check_open()
         preferred = self.key_of(token_ids, context)
         if self.store.info(preferred) is not None:
             return preferred
-        forms = self.store.forms(self.config.namespace, self.fingerprint, content_digest(token_ids))
-        return forms[-1].key if forms else None
+        forms = self.forms(token_ids)
+        best = max(forms, key=lambda f: (bool(f.depends), f.context == "head", f.created), default=None)
+        return best.key if best else None
+
+    def forms(self, token_ids: Sequence[int]) -> list[ChunkInfo]:
+        """All compiled forms of exactly these tokens for this model and namespace, oldest first."""
+        self._check_open()
+        return self.store.forms(self.config.namespace, self.fingerprint, content_digest(token_ids))
+
+    def has(self, key: ChunkKey) -> bool:
+        """Whether this model and namespace have a chunk of this key."""
+        info = self.store.info(key)
+        return info is not None and (info.namespace, info.fingerprint) == (self.config.namespace, self.fingerprint)
 
     def compile(self, token_ids: Sequence[int], context: str | CompileContext | None = None) -> ChunkKey:
         """Compile one chunk and store it; returns when it is durable. A known chunk costs nothing.
@@ -212,7 +226,7 @@ class Engine:
             progress(0, total)
         for batch in pack([len(ids) for _, ids in todo], self.config.rows_per_step):
             part = [todo[i] for i in batch]
-            self._compile_batch(part, where)
+            self._compile_batch(part, [where] * len(part))
             done += sum(len(ids) for _, ids in part)
             if progress:
                 progress(done, total)
@@ -225,11 +239,95 @@ class Engine:
         wanted = {key: tuple(ids) for key, ids in zip(keys, chunks, strict=True) if key not in known}
         return list(wanted.items())
 
-    def _compile_batch(self, part: list[tuple[ChunkKey, tuple[int, ...]]], where: CompileContext) -> None:
-        kvs = self._compiler.compile([ids for _, ids in part], where, self._run_rows)
+    def compile_neighbours(
+        self,
+        chunks: Sequence[Sequence[int]],
+        neighbours: Sequence[Sequence[Sequence[int]]],
+        *,
+        head: Sequence[int] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[ChunkKey]:
+        """Compile each chunk behind other chunks that are likely to be retrieved with it.
+
+        Two passes: every chunk and neighbour is compiled behind the head (and kept: a chunk falls back to that form
+        when a neighbour is erased); then each chunk is linked, as the question, behind its neighbours' stored KV, and
+        its own KV is kept. The second pass costs one forward of the chunks and no forward of the neighbours.
+
+        Parameters
+        ----------
+        chunks
+            Token ids of each chunk.
+        neighbours
+            Per chunk, the token ids of its neighbours, in the order in which they stand before it. A chunk without
+            neighbours keeps its ``head`` form.
+        head
+            Token ids of the head; None takes the engine's own. May be empty.
+        progress
+            As for :meth:`compile_many`, over both passes.
+
+        Returns
+        -------
+        list of ChunkKey
+            In the order given.
+
+        Raises
+        ------
+        ConfigError, ContextLengthError, InsufficientResourcesError
+            As for :meth:`compile_many`.
+        """
+        self._check_open()
+        if len(chunks) != len(neighbours):
+            raise ConfigError(f"{len(chunks)} chunks but {len(neighbours)} lists of neighbours: give one per chunk.")
+        ids = self._head if head is None else tuple(head)
+        first = CompileContext("head", ids) if ids else CompileContext("isolated")
+        pool = list(dict.fromkeys(tuple(c) for c in (*chunks, *(n for ns in neighbours for n in ns))))
+        offset = 0
+
+        def shifted(done: int, total: int) -> None:
+            nonlocal offset
+            offset = total
+            if progress:
+                progress(done, total + sum(map(len, chunks)))
+
+        heads = dict(zip(pool, self.compile_many(pool, first, progress=shifted), strict=True))
+        keys: list[ChunkKey] = []
+        todo: dict[ChunkKey, tuple[tuple[int, ...], CompileContext]] = {}
+        for chunk, others in zip(chunks, neighbours, strict=True):
+            own = tuple(chunk)
+            names = tuple(heads[tuple(o)] for o in others if tuple(o) != own)
+            if not names:
+                keys.append(heads[own])
+                continue
+            where = CompileContext(f"neighbours:{len(names)}", ids, names)
+            length = len(own) + len(ids) + sum(len(o) for o in others)
+            if length > self.max_model_len:
+                raise ContextLengthError(
+                    f"a chunk of {len(own)} tokens and its neighbours take {length} tokens, more than "
+                    f"max_model_len={self.max_model_len}: use fewer neighbours or shorter chunks."
+                )
+            keys.append(ChunkKey.of(self.fingerprint, self.config.namespace, where.identity, own))
+            todo[keys[-1]] = own, where
+        known = self.store.known(list(todo))
+        missing = [(key, *entry) for key, entry in todo.items() if key not in known]
+        if missing:
+            self._check_fits([len(m[1]) for m in missing])
+        done = 0
+        for batch in pack([len(m[1]) for m in missing], self.config.rows_per_step):
+            part = [missing[i] for i in batch]
+            self._compile_batch([(key, own) for key, own, _ in part], [where for _, _, where in part])
+            done += sum(len(own) for _, own, _ in part)
+            if progress:
+                progress(offset + done, offset + sum(len(m[1]) for m in missing))
+        return keys
+
+    def _compile_batch(
+        self, part: Sequence[tuple[ChunkKey, tuple[int, ...]]], contexts: Sequence[CompileContext]
+    ) -> None:
+        kvs = self._compiler.compile([ids for _, ids in part], contexts, self._run_rows)
         now = time.time()
         entries = []
-        for (key, ids), kv in zip(part, kvs, strict=True):
+        for (key, ids), where, kv in zip(part, contexts, kvs, strict=True):
+            others = [self._info(n) for n in where.neighbours]
             info = ChunkInfo(
                 key,
                 self.config.namespace,
@@ -237,9 +335,10 @@ class Engine:
                 content_digest(ids),
                 where.name,
                 ids,
-                where.token_ids,
+                _seen(where, others),
                 kv.nbytes,
                 now,
+                tuple(o.content for o in others),
             )
             entries.append((info, kv))
         self.store.put(entries)
@@ -295,6 +394,23 @@ class Engine:
                 f"no compiled chunk {key} for this model in namespace {self.config.namespace!r}: compile its tokens."
             )
         return info
+
+    def erase(self, contents: Sequence[Sequence[int]]) -> int:
+        """Forget every compiled form of some tokens in this namespace, and every chunk that saw them.
+
+        Parameters
+        ----------
+        contents
+            Token ids of chunks whose text is gone. What was compiled behind them would outlive them, so it goes, too:
+            a chunk that had one of them as its neighbour falls back to its ``head`` form.
+
+        Returns
+        -------
+        int
+            Compiled chunks forgotten.
+        """
+        self._check_open()
+        return self.store.erase(self.config.namespace, [content_digest(ids) for ids in contents])
 
     def forget(self, keys: Sequence[ChunkKey]) -> int:
         """Delete chunks of this namespace from the store; returns how many there were."""
@@ -505,6 +621,13 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _seen(context: CompileContext, neighbours: Sequence[ChunkInfo]) -> tuple[int, ...]:
+    """The prompt behind which KV compiled in this context is exact; no prompt has token -1."""
+    if len(neighbours) > 1:  # the second neighbour's stored KV did not see the first
+        return (-1,)
+    return context.token_ids + tuple(t for n in neighbours for t in n.token_ids)
 
 
 def _open_store(store: str | os.PathLike[str] | ChunkStore | None) -> ChunkStore:

@@ -86,7 +86,8 @@ def rouge_l(prediction: str, answer: str) -> float:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    return [sentence.split() for sentence in text.split(".") if sentence]
+    # As in ``rouge``, blanks between two full stops are a sentence of one empty word, which counts.
+    return [" ".join(sentence.split()).split(" ") for sentence in text.split(".") if sentence]
 
 
 def _common_subsequence(a: Sequence[str], b: Sequence[str]) -> list[str]:

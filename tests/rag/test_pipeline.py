@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from epic_engine import CompileContext, Engine, InsufficientResourcesError, SamplingParams
+from epic_engine import Engine, InsufficientResourcesError, SamplingParams
 from epic_engine.compiler import Compiler
 
 from epic_rag import ChunkingConfig, Document
@@ -167,12 +167,12 @@ def test_other_tokenizer_or_embedder_is_refused(tmp_path: Path) -> None:
 def test_head_context_outlives_a_changed_system_prompt(tmp_path: Path, counter: Counter) -> None:
     with open_rag(tmp_path, context="head", system_prompt="Be brief.") as rag:
         rag.add(texts=TEXTS)
-        frozen = rag.context
+        frozen = rag.compile_head
         exact = rag.ask("When does the ferry leave?", k=1, policy="naive", sampling=GREEDY)
         assert exact.stats.reuse == "exact"  # the only chunk stands right behind the head it was compiled behind
     counter.take()
     with open_rag(tmp_path, context="head", system_prompt="Be thorough, and cite.") as rag:
-        assert rag.context == frozen == CompileContext("head", frozen.token_ids)
+        assert rag.compile_head == frozen != rag.composer.head_ids
         answer = rag.ask("When does the ferry leave?", k=1, policy="naive", sampling=GREEDY)
         assert answer.stats.reuse == "composed"
         assert counter.take() == 1  # the new head alone

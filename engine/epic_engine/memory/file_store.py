@@ -54,11 +54,18 @@ CREATE TABLE chunks (
     shape TEXT NOT NULL,
     dtype TEXT NOT NULL,
     checksum TEXT NOT NULL,
-    created REAL NOT NULL
+    created REAL NOT NULL,
+    depends TEXT NOT NULL
 ) WITHOUT ROWID;
-CREATE INDEX chunks_by_content ON chunks (namespace, fingerprint, content, created);
+CREATE INDEX chunks_by_content ON chunks (namespace, content, fingerprint, created);
+CREATE TABLE dependencies (
+    content TEXT NOT NULL,
+    key TEXT NOT NULL REFERENCES chunks (key) ON DELETE CASCADE,
+    PRIMARY KEY (content, key)
+) WITHOUT ROWID;
+CREATE INDEX dependencies_by_key ON dependencies (key);
 """
-_COLUMNS = "key, namespace, fingerprint, content, context, token_ids, context_ids, nbytes, created"
+_COLUMNS = "key, namespace, fingerprint, content, context, token_ids, context_ids, nbytes, created, depends"
 # Maps kept open; the kernel allows about 65,000 a process.
 _MAX_MAPS = 8192
 
@@ -91,6 +98,7 @@ def _row(info: ChunkInfo, kv: Tensor) -> tuple[object, ...]:
         str(kv.dtype),
         _checksum(kv),
         info.created,
+        json.dumps(info.depends),
     )
 
 
@@ -142,6 +150,7 @@ class FileStore(ChunkStore):
     def _open_catalogue(self) -> None:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
+        self._db.execute("PRAGMA foreign_keys=ON")
         with self._transaction():
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version == 0:
@@ -209,7 +218,11 @@ class FileStore(ChunkStore):
                     rows.append(_row(info, kv))
                 with self._transaction():
                     self._publish(written)
-                    self._db.executemany(f"INSERT OR REPLACE INTO chunks VALUES ({','.join('?' * 12)})", rows)
+                    self._db.executemany(f"INSERT OR REPLACE INTO chunks VALUES ({','.join('?' * 13)})", rows)
+                    self._db.executemany(
+                        "INSERT OR REPLACE INTO dependencies VALUES (?, ?)",
+                        [(content, info.key.hex) for info, _ in chunks for content in info.depends],
+                    )
             except (OSError, SafetensorError, sqlite3.Error) as error:
                 for temporary, _ in written:
                     temporary.unlink(missing_ok=True)
@@ -242,7 +255,7 @@ class FileStore(ChunkStore):
             _fsync_directory(directory)
 
     def _info(self, row: tuple[object, ...]) -> ChunkInfo:
-        key, namespace, fingerprint, content, context, token_ids, context_ids, nbytes, created = row
+        key, namespace, fingerprint, content, context, token_ids, context_ids, nbytes, created, depends = row
         return ChunkInfo(
             ChunkKey(str(key)),
             str(namespace),
@@ -253,6 +266,7 @@ class FileStore(ChunkStore):
             _unpack(context_ids),  # type: ignore[arg-type]
             int(nbytes),  # type: ignore[call-overload]
             float(created),  # type: ignore[arg-type]
+            tuple(json.loads(str(depends))),
         )
 
     def info(self, key: ChunkKey) -> ChunkInfo | None:
@@ -312,6 +326,21 @@ class FileStore(ChunkStore):
                 (namespace, fingerprint, content),
             ).fetchall()
         return [self._info(row) for row in rows]
+
+    def erase(self, namespace: str, contents: Sequence[str]) -> int:
+        """Forget every form of some token ids and what was compiled behind them."""
+        found: dict[str, None] = {}
+        with self._lock:
+            self._check_open()
+            for content in contents:
+                for (key,) in self._db.execute(
+                    "SELECT key FROM chunks WHERE namespace=? AND content=? UNION "
+                    "SELECT c.key FROM dependencies d JOIN chunks c ON c.key = d.key "
+                    "WHERE d.content=? AND c.namespace=?",
+                    (namespace, content, content, namespace),
+                ):
+                    found[key] = None
+        return self.delete([ChunkKey(key) for key in found])
 
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Forget chunks; the catalogue entry goes first, then the file."""

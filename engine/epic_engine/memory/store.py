@@ -35,6 +35,8 @@ class ChunkInfo:
         Bytes of KV.
     created
         Seconds since the epoch.
+    depends
+        :func:`~epic_engine.chunks.content_digest` of the neighbours it was compiled behind: it must not outlive them.
     """
 
     key: ChunkKey
@@ -46,6 +48,7 @@ class ChunkInfo:
     context_ids: tuple[int, ...]
     nbytes: int
     created: float
+    depends: tuple[str, ...] = ()
 
 
 @dataclass
@@ -109,6 +112,23 @@ class ChunkStore(ABC):
         """Forget chunks; returns how many there were. KV in use stays readable until it is released."""
 
     @abstractmethod
+    def erase(self, namespace: str, contents: Sequence[str]) -> int:
+        """Forget every form of some token ids, for all models, and every chunk compiled behind one of them.
+
+        Parameters
+        ----------
+        namespace
+            Tenant; others' chunks stay.
+        contents
+            :func:`~epic_engine.chunks.content_digest` of the token ids.
+
+        Returns
+        -------
+        int
+            Chunks forgotten.
+        """
+
+    @abstractmethod
     def entries(self) -> Iterator[ChunkInfo]:
         """All catalogue entries, oldest first."""
 
@@ -163,6 +183,12 @@ class MemoryStore(ChunkStore):
         """Forget chunks."""
         with self._lock:
             return sum(self._chunks.pop(key, None) is not None for key in keys)
+
+    def erase(self, namespace: str, contents: Sequence[str]) -> int:
+        """Forget every form of some token ids and what was compiled behind them."""
+        gone = set(contents)
+        mine = [i for i in self.entries() if i.namespace == namespace]
+        return self.delete([i.key for i in mine if i.content in gone or not gone.isdisjoint(i.depends)])
 
     def entries(self) -> Iterator[ChunkInfo]:
         """All catalogue entries."""

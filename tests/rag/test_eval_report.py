@@ -1,0 +1,187 @@
+"""The page and the command line of an evaluation, on a tiny model."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from epic_rag import cli
+from epic_rag.errors import MissingDependencyError
+from epic_rag.evaluation import plots
+from epic_rag.evaluation.records import ArmResult, ExampleResult
+from epic_rag.evaluation.report import write_report
+from epic_rag.evaluation.summary import summarise
+from tests.rag.stack import TEXTS, save_model
+
+PNG = b"\x89PNG\r\n\x1a\n"
+ARMS = [("full", ""), ("naive", "isolated"), ("naive", "head"), ("legolink:16", "isolated"), ("legolink:16", "head")]
+
+
+def _results(group: Callable[[int], dict[str, str]], count: int = 6) -> list[ExampleResult]:
+    return [
+        ExampleResult(
+            f"e{i}",
+            f"d{i}",
+            group(i),
+            tuple(
+                ArmResult(p, c, f"<b>&{i}{n}", float((i + n) % 3 > 0), 0.1 * n, 1 - 0.1 * n, not n, 2.0, 100, 100, 0, 1)
+                for n, (p, c) in enumerate(ARMS)
+            ),
+        )
+        for i in range(count)
+    ]
+
+
+def _write(path: Path, results: list[ExampleResult]) -> list[Path]:
+    machine = {"cpu": "one & two", "threads": 1}
+    return write_report(path, summarise(results), results, title="<t>", command="epic-rag eval x", machine=machine)
+
+
+def test_the_page_is_well_formed_self_contained_and_complete(tmp_path: Path) -> None:
+    results = _results(lambda i: {"depth": str(i % 3 / 2), "length": str(500 * (1 + i % 2))})
+    written = _write(tmp_path / "a" / "page.html", results)
+    assert [p.name for p in written] == ["page.html", "page.quality.png", "page.needle.png"]
+    assert all(p.read_bytes().startswith(PNG) for p in written[1:])
+    text = written[0].read_text(encoding="utf-8")
+    page = ET.fromstring(text.partition("\n")[2])
+    sources = [v for e in page.iter() for k, v in e.attrib.items() if k in ("src", "srcset", "href")]
+    assert len(sources) == 4  # two pictures, light and dark
+    for source in sources:
+        kind, _, data = source.partition(",")
+        assert kind == "data:image/png;base64"
+        assert base64.b64decode(data).startswith(PNG)
+    assert not re.search(r"https?://|@import|<script|url\(", text)
+    words = " ".join(" ".join(page.itertext()).split())
+    for policy, context in ARMS:
+        assert f"{policy} · {context}" if context else policy in words
+    assert "epic-rag eval x" in words
+    assert "cpu: one & two" in words
+    assert "By depth" in words
+    assert "By length" in words
+    assert "<b>&00" in words  # escaped, so the parser gives it back
+
+
+def test_without_a_grid_or_answers_there_is_no_needle_map(tmp_path: Path) -> None:
+    assert len(_write(tmp_path / "p.html", _results(lambda i: {}))) == 2
+    # A single example and arms without any score still make a page.
+    bare = [ExampleResult("e", "d", {}, (ArmResult("full", "", "", None, 0, 1, True, None, 10, 10, 0, 1.0),))]
+    (page, _) = _write(tmp_path / "q.html", bare)
+    ET.fromstring(page.read_text().partition("\n")[2])
+
+
+def test_pareto_front() -> None:
+    points = [(1.0, 0.0), (0.1, 0.3), (0.1, 0.2), (0.5, 0.25), (0.05, 0.9), (0.2, float("nan"))]
+    expected = [
+        i
+        for i, (x, y) in enumerate(points)
+        if y == y and not any((a <= x and b <= y) and (a, b) != (x, y) for a, b in points)
+    ]
+    assert sorted(plots.pareto_front(points)) == expected == [0, 2, 4]
+
+
+def test_matplotlib_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingDependencyError, match=r"epic-rag\[eval\]"):
+        plots.require_matplotlib()
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saved_model: Path) -> Run:
+    monkeypatch.setenv("EPIC_RAG_MODEL", str(saved_model))
+
+    def invoke(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["epic-rag", "eval", *arguments])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return invoke
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    path = tmp_path / "data.jsonl"
+    documents = [{"id": name, "text": text} for name, text in TEXTS.items()]
+    lines = [
+        {"id": f"q{i}", "documents": documents, "question": f"Question {i}?", "answers": ["noon"]} for i in range(3)
+    ]
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    return path
+
+
+def test_command_end_to_end(run: Run, dataset: Path, tmp_path: Path) -> None:
+    out, page = tmp_path / "out" / "eval.json", tmp_path / "out" / "eval.html"
+    arguments = (
+        *(str(dataset), "--policies", "naive,legolink:100000", "--contexts", "isolated,head", "--limit", "2"),
+        *("--max-tokens", "4", "--dtype", "float32", "--json", str(out), "--html", str(page)),
+    )
+    code, printed, _ = run(*arguments)
+    assert code == 0
+    assert "2 examples" in printed
+    assert "legolink:100000" in printed
+    result = json.loads(out.read_text())
+    arms = {(a["policy"], a["context"]): a for a in result["arms"]}
+    assert list(arms) == [("full", "")] + [(p, c) for c in ("isolated", "head") for p in ("naive", "legolink:100000")]
+    assert arms["full", ""]["kl"] == {"mean": 0, "low": 0, "high": 0}
+    assert arms["legolink:100000", "head"]["kl"]["mean"] < 1e-6 < arms["naive", "head"]["kl"]["mean"]
+    assert arms["naive", "head"]["rows_share"] < 0.3
+    assert {"command", "machine", "model", "settings", "groups", "records"} <= result.keys()
+    assert [r["example_id"] for r in result["records"]] == ["q0", "q1"]
+    records = out.with_name("eval.json.records.jsonl").read_text().splitlines()
+    assert len(records) == 1 + 2
+    assert page.is_file()
+
+    again = json.loads(out.read_text())["records"]
+    assert run(*arguments)[0] == 0  # resumed: the very same times
+    assert json.loads(out.read_text())["records"] == again
+    code, _, error = run(*arguments, "--seed", "3")
+    assert code == 1
+    assert "seed was 0 and is 3" in " ".join(error.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("no-such-set",), "templated"),
+        (("templated", "--policies", "magic"), "legolink:k"),
+        (("templated", "--contexts", "magic"), "neighbours:n"),
+    ],
+)
+def test_errors_come_before_the_model(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    code, out, error = run(*arguments, "--model", "/no/such/model")
+    assert code == 1
+    assert message in " ".join((out + error).split())
+    assert "Traceback" not in error
+
+
+def test_help_of_eval_needs_neither_torch_nor_matplotlib() -> None:
+    code = (
+        "import sys; from epic_rag import cli\n"
+        "sys.argv = ['epic-rag', 'eval', '--help']\n"
+        "try: cli.main()\n"
+        "except SystemExit: pass\n"
+        "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'matplotlib')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "legolink:16" in done.stdout
