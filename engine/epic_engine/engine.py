@@ -27,11 +27,12 @@ from .errors import (
 )
 from .linking.layout import Body, Layout, LinkPlan
 from .linking.policies import LinkPolicy, parse_policy
+from .linking.probe import Probe
 from .memory.file_store import FileStore
 from .memory.prefix_cache import PrefixCache
 from .memory.residency import Residency
 from .memory.store import ChunkInfo, ChunkStore, MemoryStore, available_memory
-from .model.decoder import Decoder
+from .model.decoder import AttentionStep, Decoder
 from .model.loader import load_model
 from .model.selftest import SelfTestReport, gate, run_selftest
 from .request import Completion
@@ -559,11 +560,15 @@ class Engine:
                 parts.append((item.token_ids, Body(kv, item.context_ids)))
             else:
                 parts.append((item, None))
-        layout = policy.arrange(Layout(parts), self._prefixes)
-        plan = LinkPlan(layout, policy.select(layout))
         loaded = time.perf_counter()
+        layout = policy.arrange(Layout(parts), self._prefixes)
+        probe = Probe(self.decoder, self.backend, self._run_step, self.config.rows_per_step)
+        choice = policy.choose(layout, probe)
+        damp = (choice.damp.amount, choice.damp.tokens) if choice.damp else None
+        plan = LinkPlan(layout, choice.recompute, damp)
         private = PrivateKV(self.spec, len(plan.rows) + room, self.device)
         linked = LinkedPrompt(layout, plan, private)
+        linked.probed = probe.rows
         ids, step = plan.row_ids, self.config.rows_per_step
         for at in range(0, len(ids), step):
             rows = linked.rows(plan.rows[at : at + step])
@@ -589,6 +594,11 @@ class Engine:
                 logits = torch.empty(0, self.spec.vocab_size)
             plan.commit()
             return logits
+
+    def _run_step(self, ids: Sequence[int], positions: Sequence[int], step: AttentionStep) -> None:
+        with self._lock:
+            self._check_open()
+            self.decoder.run(ids, positions, step)
 
     def _run_rows(self, ids: list[int], batch: list[SequenceRows]) -> None:
         self._forward(ids, batch, last=0)

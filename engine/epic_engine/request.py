@@ -54,7 +54,7 @@ class RequestStats:
     recomputed
         Of the linked, tokens computed anew.
     rows
-        Rows run through the model to link, plain tokens included.
+        Rows run through the model to link, plain tokens and first passes of selective policies included.
     generated
         Tokens of the answer.
     reuse

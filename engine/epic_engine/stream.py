@@ -31,6 +31,7 @@ class LinkedPrompt:
         self.private = private
         self.runs: list[Run] = plan.runs
         self.logits = torch.empty(0)
+        self.probed = 0
         self.load_seconds = 0.0
         self.link_seconds = 0.0
 
@@ -183,7 +184,7 @@ def _count(stats: RequestStats, linked: LinkedPrompt) -> None:
     stats.prompt = len(layout)
     stats.linked = sum(len(s.token_ids) for s in layout.linked)
     stats.recomputed = linked.plan.recomputed
-    stats.rows = len(linked.plan.rows)
+    stats.rows = len(linked.plan.rows) + linked.probed
     stats.times.load, stats.times.link = linked.load_seconds, linked.link_seconds
     if stats.reused:
         stats.reuse = "exact" if all(s.exact for s in layout.linked) else "composed"

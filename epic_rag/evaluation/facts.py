@@ -17,11 +17,6 @@ _PEOPLE = (
     *("Ines", "Olaf", "Priya", "Tomas", "Edda", "Marcus", "Yuki", "Fatima", "Henrik", "Clara"),
     *("Diego", "Nadia", "Ivan", "Rosa", "Samuel", "Lena", "Oscar", "Greta", "Victor", "Anita"),
 )
-_PETS = (
-    *("Biscuit", "Pepper", "Shadow", "Ginger", "Mittens", "Tiger", "Oliver", "Smokey", "Pumpkin", "Cookie"),
-    *("Snowball", "Marble", "Whiskers", "Cinnamon", "Muffin", "Domino", "Waffles", "Peanut", "Toffee", "Nutmeg"),
-)
-_COLOURS = ("red", "green", "blue", "yellow", "orange", "purple", "white", "brown", "pink", "grey", "silver", "golden")
 
 
 @dataclass(frozen=True)
@@ -75,33 +70,29 @@ FORMS = (
     ),
     FactForm(
         "price",
-        "A night at the hotel in {place} costs {value} euros.",
-        "How many euros does a night at the hotel in {place} cost?",
+        "The {place} hotel costs {value} euros a night.",
+        "How much does the {place} hotel cost a night?",
         lambda rng: str(rng.randrange(41, 400)),
     ),
     FactForm(
         "contact",
-        "The person to call at the {place} branch is {value}.",
-        "Who is the person to call at the {place} branch?",
+        "The contact for the {place} branch is {value}.",
+        "Who is the contact for the {place} branch?",
         lambda rng: rng.choice(_PEOPLE),
     ),
     FactForm(
         "hours",
-        "The museum in {place} opens at {value} in the morning.",
-        "At what time does the museum in {place} open?",
+        "The opening time of the {place} museum is {value}.",
+        "What is the opening time of the {place} museum?",
         lambda rng: f"{rng.randrange(6, 12)}:{rng.randrange(5, 60, 5):02d}",
     ),
     FactForm(
         "name",
-        "The cat of the train station in {place} is called {value}.",
-        "What is the cat of the train station in {place} called?",
-        lambda rng: rng.choice(_PETS),
-    ),
-    FactForm(
-        "colour",
-        "The door of the library in {place} is painted {value}.",
-        "What colour is the door of the library in {place}?",
-        lambda rng: rng.choice(_COLOURS),
+        "The owner of the {place} shop is {value}.",
+        "Who is the owner of the {place} shop?",
+        lambda rng: rng.choice(_PEOPLE),
     ),
 )
-"""All forms; short values in plain sentences, so that a model of a hundred million parameters can read them."""
+"""All forms. Values are short and stand close to what they belong to: wordier sentences, such as "the cat of the
+train station in Porto is called Domino", are beyond a model of a hundred million parameters even without any linking.
+"""

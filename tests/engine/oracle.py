@@ -46,14 +46,34 @@ def plain_logits(model: Any, ids: list[int]) -> torch.Tensor:
     return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
 
+def linked_logits(model: Any, pieces: list[Piece], damp: tuple[float, int] = (0.0, 0)) -> torch.Tensor:
+    """Logits of the computed tokens, in order of position; the prompt's last token is always computed.
+
+    ``damp`` lowers what computed tokens give to the first slots of stale copies that are not the prompt's first token.
+    """
+    return _one_forward(model, pieces, damp)[0]
+
+
 @torch.no_grad()
-def linked_logits(model: Any, pieces: list[Piece]) -> torch.Tensor:
-    """Logits of the computed tokens, in order of position; the prompt's last token is always computed."""
+def stale_attention(model: Any, pieces: list[Piece], voters: int, layers: range) -> dict[int, torch.Tensor]:
+    """Attention that the last ``voters`` computed tokens pay to each stale slot, by piece; summed over heads."""
+    _, attentions, groups, contexts = _one_forward(model, pieces, (0.0, 0), attentions=True)
+    mass = sum(attentions[layer][0, :, -voters:].sum(dim=(0, 1)) for layer in layers)
+    found = {}
+    for number in sorted(set(groups) - {-1}):
+        at = [i for i, group in enumerate(groups) if group == number][contexts[number] :]
+        found[number] = mass[at]
+    return found
+
+
+@torch.no_grad()
+def _one_forward(model: Any, pieces: list[Piece], damp: tuple[float, int], attentions: bool = False) -> Any:
     total = sum(len(p.ids) for p in pieces)
     ids: list[int] = []
     places: list[int] = []
     groups: list[int] = []  # which stale copy a token belongs to; -1 for computed tokens
     live: list[bool] = []  # whether computed tokens may read it
+    lowered: list[bool] = []
     computed: list[tuple[int, int]] = []
     at = 0
     for number, piece in enumerate(pieces):
@@ -67,11 +87,13 @@ def linked_logits(model: Any, pieces: list[Piece]) -> torch.Tensor:
                 places.append(at - back)
                 groups.append(number)
                 live.append(False)
+                lowered.append(False)
             for slot, token in enumerate(piece.ids):
                 ids.append(token)
                 places.append(at + slot)
                 groups.append(number)
                 live.append(slot not in chosen)
+                lowered.append(slot < damp[1] and at + slot > 0)
         computed += [(at + slot, token) for slot, token in enumerate(piece.ids) if slot in chosen]
         at += len(piece.ids)
     for place, token in computed:
@@ -79,6 +101,7 @@ def linked_logits(model: Any, pieces: list[Piece]) -> torch.Tensor:
         places.append(place)
         groups.append(-1)
         live.append(True)
+        lowered.append(False)
     shift = -min(0, *places)  # RoPE sees distances only, so all may move together
     where, group, alive = torch.tensor(places), torch.tensor(groups), torch.tensor(live)
     before = where[None, :] <= where[:, None]
@@ -87,10 +110,13 @@ def linked_logits(model: Any, pieces: list[Piece]) -> torch.Tensor:
     visible = before & (stale | fresh)
     dtype = next(model.parameters()).dtype
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
+    mask -= damp[0] * ((group[:, None] < 0) & torch.tensor(lowered)[None, :] & visible).to(dtype)
     out = model(
         input_ids=torch.tensor([ids]),
         position_ids=(where + shift)[None],
         attention_mask=mask[None, None],
         use_cache=False,
+        output_attentions=attentions,
     )
-    return out.logits[0, -len(computed) :]
+    logits = out.logits[0, -len(computed) :]
+    return logits, out.attentions, groups, [len(p.context) for p in pieces]

@@ -53,10 +53,18 @@ def test_a_policy_is_read_back_from_its_string(text: str, kind: type) -> None:
 
 
 def test_names_are_listed() -> None:
-    assert {n.partition(":")[0] for n in policy_names()} == {"full", "naive", "prefix", "legolink"}
+    assert {n.partition(":")[0] for n in policy_names()} == {
+        "full",
+        "naive",
+        "prefix",
+        "legolink",
+        "cacheblend",
+        "query_aware",
+        "damp",
+    }
 
 
-@pytest.mark.parametrize("text", ["", "legolnik:3", "Full", "lego", ":", "cacheblend:0.2"])
+@pytest.mark.parametrize("text", ["", "legolnik:3", "Full", "lego", ":", "cachebland:0.2"])
 def test_an_unknown_name_lists_the_known(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_policy(text)

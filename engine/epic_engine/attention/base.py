@@ -39,6 +39,8 @@ class Run:
         A row at position p reads with its query rotated by ``p - offset``.
     after
         Rows at positions ``>= after`` read the run, rows before it do not.
+    bias
+        Added to the run's scores.
     """
 
     kv: Tensor
@@ -46,6 +48,7 @@ class Run:
     stop: int
     offset: int
     after: int
+    bias: float = 0.0
 
     def __post_init__(self) -> None:
         """Empty or reversed runs would make the attention kernel fail."""
@@ -53,9 +56,9 @@ class Run:
             raise ValueError(f"run [{self.start}, {self.stop}) is empty or outside {self.kv.shape[3]} slots")
 
     @property
-    def shared_as(self) -> tuple[int, int, int]:
+    def shared_as(self) -> tuple[int, int, int, float]:
         """Equal for runs that read the same memory, so that their rows can be served together."""
-        return self.kv.data_ptr(), self.start, self.stop
+        return self.kv.data_ptr(), self.start, self.stop, self.bias
 
 
 class PrivateKV:

@@ -49,8 +49,9 @@ class _Shapes(Protocol):
 
 def worth_a_span(rows: SequenceRows, shapes: _Shapes) -> bool:
     """Whether laying out the runs of a sequence costs less than moving the queries of its rows."""
-    pairs = sum(len(rows.positions) - bisect_left(rows.positions, run.after) for run in rows.runs)
-    keys = sum(run.stop - run.start for run in rows.runs)
+    runs = [run for run in rows.runs if not run.bias]
+    pairs = sum(len(rows.positions) - bisect_left(rows.positions, run.after) for run in runs)
+    keys = sum(run.stop - run.start for run in runs)
     return pairs * shapes.num_heads * _QUERY_COST > keys * shapes.num_kv_heads * _KEY_COST
 
 
@@ -90,6 +91,8 @@ def staircase(readers: Sequence[int], widths: Sequence[int], last: int) -> list[
 class Span:
     """The runs of one sequence in a forward pass, behind each other at the sequence's own positions.
 
+    Runs with a bias are left out: their log-sum-exp must stay apart.
+
     Parameters
     ----------
     decoder
@@ -102,7 +105,7 @@ class Span:
 
     def __init__(self, decoder: Decoder, rows: SequenceRows, first: int) -> None:
         self._decoder = decoder
-        runs = sorted(rows.runs, key=lambda run: run.after)
+        runs = sorted((run for run in rows.runs if not run.bias), key=lambda run: run.after)
         readers = [first + bisect_left(rows.positions, run.after) for run in runs]
         last = first + len(rows.positions)
         self._runs = [run for run, reader in zip(runs, readers, strict=True) if reader < last]

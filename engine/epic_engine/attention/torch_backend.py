@@ -80,6 +80,7 @@ class _Group:
     stop: int
     first: int
     last: int
+    bias: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +149,7 @@ class TorchPlan(Plan):
         device = decoder.device
         self._sequences: list[_Sequence] = []
         local: list[int] = []
-        readers: dict[tuple[int, int, int], list[tuple[Run, int, list[int]]]] = {}
+        readers: dict[tuple[int, int, int, float], list[tuple[Run, int, list[int]]]] = {}
         for item in batch:
             first, private = len(local), item.private
             if private.length + len(item.positions) > private.capacity:
@@ -161,7 +162,9 @@ class TorchPlan(Plan):
             if len(item.positions) > 1 and worth_a_span(item, decoder.spec):
                 span = Span(decoder, item, first)
             self._sequences.append(_Sequence(first, len(local), private, private.length, span))
-            for run in item.runs if span is None else ():
+            for run in item.runs:
+                if span is not None and not run.bias:
+                    continue
                 begin = bisect_left(item.positions, run.after)
                 if begin < len(item.positions):
                     distances = [p - run.offset for p in item.positions[begin:]]
@@ -182,7 +185,7 @@ class TorchPlan(Plan):
                 rows.extend(range(begin, begin + len(turns)))
                 distances.extend(turns)
             # Slot 0 of the merge is what the rows have gathered so far; each group adds one.
-            made.append(_Group(run.kv, run.start, run.stop, first, len(rows)))
+            made.append(_Group(run.kv, run.start, run.stop, first, len(rows), run.bias))
             slots.extend([index + 1] * (len(rows) - first))
         flat = [s * self._rows + r for s, r in zip(slots, rows, strict=True)]
 
@@ -291,7 +294,8 @@ class TorchPlan(Plan):
             keys, values = g.kv[layer, 0, :, g.start : g.stop], g.kv[layer, 1, :, g.start : g.stop]
             out, weight = self._folded(q[:, g.first : g.last], keys, values, scaling)
             outs.append(out)
-            weights.append(weight)
+            # A bias on every score of a piece is a bias on its log-sum-exp, exactly.
+            weights.append(weight + g.bias if g.bias else weight)
         pieces = lse.new_full((1 + len(block.groups), *lse.shape), -torch.inf)
         pieces[0] = lse
         pieces.flatten(0, 1).index_copy_(0, block.slots, torch.cat(weights).to(self._wide))

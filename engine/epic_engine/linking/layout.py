@@ -10,9 +10,10 @@ segments with two offsets. Positions are consecutive over the whole prompt::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -108,6 +109,18 @@ def runs_between(length: int, slots: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
+def _runs(segment: Segment, body: Body, slots: Sequence[int], damp: tuple[float, int] | None) -> Iterator[Run]:
+    """The runs of a segment outside ``slots``, cut where damping begins and ends."""
+    offset = segment.start - body.rotation_base
+    amount, until = damp or (0.0, 0)
+    cuts = {0, until} | ({1} if segment.start == 0 else set())  # the prompt's first token is never damped
+    for a, b in runs_between(len(segment.token_ids), slots):
+        edges = [a, *sorted(c for c in cuts if a < c < b), b]
+        for low, high in pairwise(edges if damp else [a, b]):
+            damped = high <= until and segment.start + low > 0
+            yield Run(body.kv, low, high, offset, segment.start + high, -amount if damped else 0.0)
+
+
 class LinkPlan:
     """Which tokens of a layout are computed, and which runs of shared KV the rest reads.
 
@@ -118,9 +131,13 @@ class LinkPlan:
     recompute
         Per index of a linked segment in ``layout.segments``: sorted slots to compute anew. The last token of the
         prompt is always added, for its logits are wanted.
+    damp
+        Amount and number of slots: the scores of so many first slots of chunks that are not exact are lowered.
     """
 
-    def __init__(self, layout: Layout, recompute: Mapping[int, Sequence[int]]) -> None:
+    def __init__(
+        self, layout: Layout, recompute: Mapping[int, Sequence[int]], damp: tuple[float, int] | None = None
+    ) -> None:
         self.layout = layout
         self.rows: list[int] = []
         self.runs: list[Run] = []
@@ -137,10 +154,7 @@ class LinkPlan:
                 slots.append(last - segment.start)
             self.rows.extend(segment.start + s for s in slots)
             self.recomputed += len(slots)
-            for a, b in runs_between(len(segment.token_ids), slots):
-                self.runs.append(
-                    Run(segment.body.kv, a, b, segment.start - segment.body.rotation_base, segment.start + b)
-                )
+            self.runs.extend(_runs(segment, segment.body, slots, None if segment.exact else damp))
 
     @property
     def row_ids(self) -> list[int]:

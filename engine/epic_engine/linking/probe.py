@@ -1,0 +1,210 @@
+"""First passes over a prompt: what the question attends to, and where stored KV deviates from the truth."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epic_engine.attention.base import AttentionBackend, Plan, PrivateKV, SequenceRows
+from epic_engine.errors import ConfigError
+from epic_engine.model.decoder import AttentionStep, Decoder
+
+from .layout import Layout, LinkPlan
+
+__all__ = ["Probe"]
+
+# Rows of the question that vote; a longer question says the same by its end.
+_VOTERS = 64
+
+
+class _EnoughError(Exception):
+    """Ends a forward pass that has seen what it wanted."""
+
+
+class Probe:
+    """Runs first passes with one engine's model; implements :class:`~epic_engine.linking.policies.LinkProbe`.
+
+    Parameters
+    ----------
+    decoder, backend
+        The model and its attention.
+    run
+        Runs rows through the model with a given step; takes turns with other requests.
+    rows_per_step
+        Most rows at once.
+
+    Attributes
+    ----------
+    rows
+        Rows computed so far, in whole passes through the model (a pass through one layer of ten counts a tenth).
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        backend: AttentionBackend,
+        run: Callable[[Sequence[int], Sequence[int], AttentionStep], None],
+        rows_per_step: int,
+    ) -> None:
+        self._decoder = decoder
+        self._backend = backend
+        self._run = run
+        self._rows_per_step = rows_per_step
+        self.rows = 0
+
+    def question_attention(self, layout: Layout, layers: tuple[float, float]) -> dict[int, Tensor]:
+        """Attention that the rows behind the last chunk pay to each linked slot."""
+        plan = LinkPlan(layout, {})
+        private = PrivateKV(self._decoder.spec, len(plan.rows), self._decoder.device)
+        depth = self._decoder.spec.num_layers
+        chosen = range(math.floor(layers[0] * depth), max(math.ceil(layers[1] * depth), 1))
+        scores = {
+            i: torch.zeros(len(s.token_ids), dtype=torch.float32, device=self._decoder.device)
+            for i, s in enumerate(layout.segments)
+            if s.body is not None and not s.exact
+        }
+        if not scores:
+            return {}
+        behind = max(s.stop for s in layout.linked)
+        # A prompt that ends with a chunk is asked by its last token.
+        voters = min(max(sum(p >= behind for p in plan.rows), 1), _VOTERS)
+        for at in range(0, len(plan.rows), self._rows_per_step):
+            positions = plan.rows[at : at + self._rows_per_step]
+            inner = self._backend.plan([SequenceRows(positions, private, plan.runs)])
+            voting = min(len(positions), at + len(positions) - (len(plan.rows) - voters))
+            step = _Scoring(self._decoder, inner, layout, positions, private, chosen, scores, voting)
+            self._run(plan.row_ids[at : at + self._rows_per_step], positions, step)
+            inner.commit()
+        self.rows += len(plan.rows)
+        return {i: s.cpu() for i, s in scores.items()}
+
+    def second_layer_deviation(self, layout: Layout) -> dict[int, Tensor]:
+        """Squared deviation of stored KV in the second layer."""
+        spec = self._decoder.spec
+        if spec.num_layers < 2:
+            raise ConfigError("cacheblend needs a model of at least two layers.")
+        linked = [(i, s) for i, s in enumerate(layout.segments) if s.body is not None and not s.exact]
+        if not linked:
+            return {}
+        one_layer = dataclasses.replace(spec, num_layers=1)
+        private = PrivateKV(one_layer, len(layout), self._decoder.device)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for at in range(0, len(layout), self._rows_per_step):
+            positions = range(at, min(at + self._rows_per_step, len(layout)))
+            inner = self._backend.plan([SequenceRows(positions, private, [])])
+            step = _SecondLayer(inner)
+            try:
+                self._run([layout.token_ids[p] for p in positions], positions, step)
+            except _EnoughError:
+                inner.commit()
+            assert step.key is not None
+            assert step.value is not None
+            keys.append(step.key)
+            values.append(step.value)
+        self.rows += math.ceil(len(layout) / spec.num_layers)
+        key, value = torch.cat(keys, dim=1), torch.cat(values, dim=1)
+        found: dict[int, Tensor] = {}
+        for index, segment in linked:
+            assert segment.body is not None
+            place = slice(segment.start, segment.stop)
+            slots = torch.arange(len(segment.token_ids), device=key.device) + segment.body.rotation_base
+            true = _turned(self._decoder, 1, key[:, place], slots).float()
+            stored = segment.body.kv[1].to(key.device).float()
+            error = (true - stored[0]).square().sum(dim=(0, 2)) + (value[:, place].float() - stored[1]).square().sum(
+                dim=(0, 2)
+            )
+            found[index] = error.cpu()
+        return found
+
+
+def _turned(decoder: Decoder, layer: int, x: Tensor, positions: Tensor) -> Tensor:
+    """Rotate ``(heads, rows, dim)`` in the model's order to the given positions; canonical order, model's dtype."""
+    wide = torch.float64 if decoder.dtype == torch.float64 else torch.float32
+    pairs = torch.view_as_complex(decoder.as_pairs(x).to(wide).contiguous())
+    table = decoder.tables[layer]
+    if table is not None:
+        pairs = pairs * table.rows(positions)
+    return torch.view_as_real(pairs).flatten(-2).to(decoder.dtype)
+
+
+class _SecondLayer:
+    """Attention of the first layer; keeps the keys and values of the second and ends the pass."""
+
+    def __init__(self, inner: Plan) -> None:
+        self._inner = inner
+        self.key: Tensor | None = None
+        self.value: Tensor | None = None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, options: dict[str, Any]) -> Tensor:
+        """As :class:`~epic_engine.model.decoder.AttentionStep`."""
+        if layer == 0:
+            return self._inner.attend(layer, q, k, v, scaling, options)
+        self.key, self.value = k[0].clone(), v[0].clone()
+        raise _EnoughError
+
+
+class _Scoring:
+    """Attention as planned; adds up what the last ``voters`` rows pay to the linked slots."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        inner: Plan,
+        layout: Layout,
+        positions: Sequence[int],
+        private: PrivateKV,
+        layers: range,
+        scores: dict[int, Tensor],
+        voters: int,
+    ) -> None:
+        self._decoder = decoder
+        self._inner = inner
+        self._layout = layout
+        self._private = private
+        self._layers = layers
+        self._scores = scores
+        self._voters = voters
+        self._positions = torch.tensor(positions[len(positions) - max(voters, 0) :], device=decoder.device)
+        self._held = private.length + len(positions)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, options: dict[str, Any]) -> Tensor:
+        """As :class:`~epic_engine.model.decoder.AttentionStep`."""
+        out = self._inner.attend(layer, q, k, v, scaling, options)
+        if self._voters > 0 and layer in self._layers:
+            self._vote(layer, q[0, :, -self._voters :], scaling)
+        return out
+
+    def _vote(self, layer: int, q: Tensor, scaling: float) -> None:
+        """Softmax of the voters over everything they see, summed into the scores of the linked slots."""
+        kv_heads = self._decoder.spec.num_kv_heads
+        pieces: list[Tensor] = []
+        owners: list[tuple[int, int]] = []
+        for index, segment in enumerate(self._layout.segments):
+            if segment.body is None:
+                continue
+            offset = segment.start - segment.body.rotation_base
+            logits = self._logits(layer, q, self._positions - offset, segment.body.kv[layer, 0], scaling, kv_heads)
+            places = torch.arange(segment.start, segment.stop, device=q.device)
+            pieces.append(logits.masked_fill(places > self._positions[:, None], -torch.inf))
+            owners.append((index, len(segment.token_ids)))
+        own = self._private.kv[layer, 0, :, : self._held]
+        logits = self._logits(layer, q, self._positions - self._private.base, own, scaling, kv_heads)
+        rows = torch.arange(self._held - self._voters, self._held, device=q.device)
+        pieces.append(logits.masked_fill(torch.arange(self._held, device=q.device) > rows[:, None], -torch.inf))
+        mass = torch.softmax(torch.cat(pieces, dim=-1), dim=-1).sum(dim=(0, 1, 2))
+        at = 0
+        for index, width in owners:
+            if index in self._scores:
+                self._scores[index] += mass[at : at + width]
+            at += width
+
+    def _logits(self, layer: int, q: Tensor, distances: Tensor, keys: Tensor, scaling: float, kv_heads: int) -> Tensor:
+        """``(kv_heads, group, voters, keys)`` float32."""
+        query = _turned(self._decoder, layer, q, distances).unflatten(0, (kv_heads, -1))
+        return (torch.matmul(query, keys[:, None].transpose(-1, -2)) * scaling).float()
