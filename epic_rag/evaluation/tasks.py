@@ -15,24 +15,23 @@ class Task:
     ----------
     name
         For breakdowns.
-    given, wanted
-        What the two sides of an example are called.
+    question
+        With ``{word}`` for the word that goes in.
     pairs
         All examples; first words are unique.
     """
 
     name: str
-    given: str
-    wanted: str
+    question: str
     pairs: tuple[tuple[str, str], ...]
 
     def show(self, word: str, answer: str) -> str:
         """One example with its answer."""
-        return f"{self.given}: {word}\n{self.wanted}: {answer}"
+        return f"Question: {self.ask(word)}\nAnswer: {answer}"
 
     def ask(self, word: str) -> str:
-        """The open example."""
-        return f"{self.given}: {word}\n{self.wanted}:"
+        """The question about one word."""
+        return self.question.format(word=word)
 
 
 def _pairs(text: str) -> tuple[tuple[str, str], ...]:
@@ -47,8 +46,7 @@ def _labelled(**words: str) -> tuple[tuple[str, str], ...]:
 TASKS = (
     Task(
         "kind",
-        "Word",
-        "Kind",
+        "Is {word} a fruit, an animal, a tool or furniture?",
         _labelled(
             fruit="apple pear plum cherry peach banana lemon grape melon mango",
             animal="horse tiger rabbit sheep monkey wolf camel donkey goat lion",
@@ -58,8 +56,7 @@ TASKS = (
     ),
     Task(
         "capital",
-        "Country",
-        "Capital",
+        "What is the capital of {word}?",
         _pairs(
             "France=Paris Italy=Rome Spain=Madrid Portugal=Lisbon Norway=Oslo Ireland=Dublin Austria=Vienna "
             "Greece=Athens Germany=Berlin Poland=Warsaw Hungary=Budapest Sweden=Stockholm Finland=Helsinki "
@@ -70,8 +67,7 @@ TASKS = (
     ),
     Task(
         "opposite",
-        "Word",
-        "Opposite",
+        "What is the opposite of {word}?",
         _pairs(
             "hot=cold big=small tall=short fast=slow old=young light=dark hard=soft wet=dry full=empty rich=poor "
             "happy=sad early=late near=far high=low open=closed strong=weak thick=thin clean=dirty loud=quiet "
@@ -81,8 +77,7 @@ TASKS = (
     ),
     Task(
         "past",
-        "Today",
-        "Yesterday",
+        "What is the past tense of {word}?",
         _pairs(
             "go=went see=saw eat=ate take=took give=gave come=came run=ran write=wrote drive=drove speak=spoke "
             "break=broke choose=chose fall=fell fly=flew forget=forgot grow=grew know=knew ride=rode rise=rose "

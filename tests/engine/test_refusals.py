@@ -142,9 +142,9 @@ def _corrupt(what: str, patch: pytest.MonkeyPatch) -> None:
         attend = TorchPlan.attend
         patch.setattr(TorchPlan, "attend", lambda self, la, q, k, v, s, o: attend(self, la, q, k, v, s * 1.02, o))
     elif what == "offset":  # right as long as nothing is linked
-        patch.setattr(layout, "Run", lambda kv, a, b, offset, after: Run(kv, a, b, max(offset - 1, 0), after))
+        patch.setattr(layout, "Run", lambda kv, a, b, at, after, *c: Run(kv, a, b, max(at - 1, 0), after, *c))
     elif what == "reader":  # rows see a run that lies behind them
-        patch.setattr(layout, "Run", lambda kv, a, b, offset, after: Run(kv, a, b, offset, max(after - b, offset)))
+        patch.setattr(layout, "Run", lambda kv, a, b, at, after, *c: Run(kv, a, b, at, max(after - b, at), *c))
     else:  # not a number is not small
         attend = TorchPlan.attend
         patch.setattr(TorchPlan, "attend", lambda self, *a: attend(self, *a) * float("nan"))

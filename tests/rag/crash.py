@@ -16,7 +16,24 @@ import torch
 
 from tests.rag.stack import model, open_rag
 
-WORDS = "harbour crane ferry bread oven library reading noon dusk tonne crown winter spring bicycle lamp stone".split()
+WORDS = [
+    "harbour",
+    "crane",
+    "ferry",
+    "bread",
+    "oven",
+    "library",
+    "reading",
+    "noon",
+    "dusk",
+    "tonne",
+    "crown",
+    "winter",
+    "spring",
+    "bicycle",
+    "lamp",
+    "stone",
+]
 
 
 def texts() -> dict[str, str]:

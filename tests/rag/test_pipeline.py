@@ -303,3 +303,48 @@ def open_rag_with(engine: Engine, path: Path):
     from epic_rag import EpicRAG
 
     return EpicRAG.open(path, engine, embedder=BagOfWords(), chunking=ChunkingConfig(max_tokens=24))
+
+
+def test_life_with_neighbours(tmp_path: Path, counter: Counter) -> None:
+    with open_rag(tmp_path, context="neighbours:1") as rag:
+        no_estimate(rag)
+
+        def forms() -> dict[str, list[str]]:
+            return {
+                c.chunk_id: [f.context for f in rag.engine.forms(c.token_ids)]
+                for d in rag.registry.documents()
+                for c in rag.registry.chunks(d.doc_id)
+            }
+
+        first = rag.add(texts=TEXTS)
+        assert counter.take() == 2 * first.compiled_chunks + 1  # two passes, and the head
+        assert all(found == ["head", "neighbours:1"] for found in forms().values())
+        assert rag.add(texts=TEXTS).compiled_chunks == 0
+        assert counter.take() == 0
+        before = rag.ask("When does the ferry leave?", k=3, policy="naive", sampling=GREEDY)
+        assert before.stats.reuse == "composed"
+
+        # A document goes: what saw it falls back to its own head form at once, and is made anew by the next add.
+        erased = [c.token_ids for c in rag.registry.chunks("bakery")]
+        rag.delete("bakery")
+        assert not any(rag.engine.forms(ids) for ids in erased)
+        fallen = [chunk_id for chunk_id, found in forms().items() if found == ["head"]]
+        assert fallen
+        rag.ask("When does the ferry leave?", k=30, policy="naive", sampling=GREEDY)
+        counter.take()
+        rag.add(texts=TEXTS["harbour"] and {"harbour": TEXTS["harbour"]})
+        assert counter.take() == len(fallen)
+        assert all(found == ["head", "neighbours:1"] for found in forms().values())
+        live = {c.key.hex for c in rag.engine.store.entries() if c.context == "neighbours:1"}
+        assert live == rag.registry.all_keys()
+
+
+def test_a_second_batch_finds_neighbours_among_what_is_there(tmp_path: Path) -> None:
+    with open_rag(tmp_path, context="neighbours:1", chunking=ChunkingConfig(max_tokens=200)) as rag:
+        rag.add(texts={"bakery": TEXTS["bakery"]})
+        assert [f.context for c in rag.registry.chunks("bakery") for f in rag.engine.forms(c.token_ids)] == ["head"]
+        rag.add(texts={"shop": "The bakery's shop opens at seven. Rye bread costs four crowns there."})
+        (shop,) = rag.registry.chunks("shop")
+        (bakery,) = rag.registry.chunks("bakery")
+        (linked,) = [f for f in rag.engine.forms(shop.token_ids) if f.depends]
+    assert linked.context_ids == rag.compile_head + bakery.token_ids
