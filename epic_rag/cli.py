@@ -404,11 +404,11 @@ def bench_ttft(
     dtype: DtypeOption = "auto",
 ) -> None:
     """Time to first token per policy on the same prompts, with shuffled documents."""
-    from epic_engine import parse_policy
+    from epic_engine import parse_policies
 
     from epic_rag.bench import bench_ttft, read_examples
 
-    names = [str(parse_policy(name)) for name in policies.split(",") if name.strip()]
+    names = [str(policy) for policy in parse_policies(policies)]
     examples = read_examples(dataset, limit)
     with _bench_engine(model, device, dtype) as engine, stage_progress("prompts") as progress:
         result = bench_ttft(engine, examples, names, context=context, repeats=repeats, seed=seed, progress=progress)
@@ -432,6 +432,8 @@ def bench_scaling(
     dtype: DtypeOption = "auto",
 ) -> None:
     """How cost and memory grow with the number of chunks."""
+    from epic_engine import parse_policies
+
     from epic_rag.bench import bench_scaling
 
     with _bench_engine(model, device, dtype) as engine, stage_progress("measurements") as progress:
@@ -439,7 +441,7 @@ def bench_scaling(
             engine,
             [int(c) for c in chunks.split(",")],
             chunk_tokens=chunk_tokens,
-            policies=[p.strip() for p in policies.split(",")],
+            policies=[str(policy) for policy in parse_policies(policies)],
             repeats=repeats,
             progress=progress,
         )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .contexts import CompileContext
     from .costs import CompileEstimate
     from .engine import Engine
-    from .linking.policies import LinkPolicy, parse_policy, policy_names
+    from .linking.policies import LinkPolicy, parse_policies, parse_policy, policy_names
     from .memory.file_store import FileStore
     from .memory.store import ChunkInfo, ChunkStore, MemoryStore, VerifyReport
     from .request import Completion, RequestStats, StageTimes, StreamEvent
@@ -66,6 +66,7 @@ __all__ = [
     "UnsupportedModelError",
     "VerifyReport",
     "__version__",
+    "parse_policies",
     "parse_policy",
     "policy_names",
 ]
@@ -80,6 +81,7 @@ _HOMES = {
     "Engine": ".engine",
     "Stream": ".stream",
     "LinkPolicy": ".linking.policies",
+    "parse_policies": ".linking.policies",
     "parse_policy": ".linking.policies",
     "policy_names": ".linking.policies",
     "FileStore": ".memory.file_store",

@@ -45,14 +45,14 @@ def evaluate(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
 ) -> None:
     """Answer quality and fidelity of link policies against full computation. With --json a stopped run goes on."""
-    from epic_engine import parse_policy
+    from epic_engine import parse_policies
 
     from epic_rag.compiling import parse_context_name
     from epic_rag.evaluation.datasets import load
     from epic_rag.evaluation.plots import require_matplotlib
 
     # Refuse what cannot work before the model is loaded and hours are spent.
-    names = tuple(str(parse_policy(name)) for name in policies.split(",") if name.strip())
+    names = tuple(str(policy) for policy in parse_policies(policies))
     wanted = tuple(c.strip() for c in contexts.split(",") if c.strip())
     for context in wanted:
         parse_context_name(context)

@@ -7,7 +7,15 @@ import random
 import numpy as np
 import pytest
 import torch
-from epic_engine import ConfigError, ContextLengthError, Engine, MemoryStore, SamplingParams, parse_policy
+from epic_engine import (
+    ConfigError,
+    ContextLengthError,
+    Engine,
+    MemoryStore,
+    SamplingParams,
+    parse_policies,
+    parse_policy,
+)
 from epic_engine.contexts import CompileContext
 from epic_engine.linking.layout import Body, Layout
 from epic_engine.linking.policies import Choice, LinkPolicy
@@ -270,3 +278,12 @@ def test_page_form_equals_the_token_form() -> None:
         assert torch.equal(
             engine.score(prompt, [7], policy="legolink:1p"), engine.score(prompt, [7], policy="legolink:16")
         )
+
+
+def test_lists_of_policies_keep_their_commas() -> None:
+    assert [str(p) for p in parse_policies("full, damp:1,4,legolink:4+damp:2,3 ,naive")] == [
+        "full",
+        "damp:1,4",
+        "legolink:4+damp:2,3",
+        "naive",
+    ]

@@ -9,6 +9,7 @@ look at the prompt's KV. To add one, subclass and list it in ``registered``. Pol
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ __all__ = [
     "Prefix",
     "PrefixLookup",
     "Union",
+    "parse_policies",
     "parse_policy",
     "policy_names",
 ]
@@ -323,6 +325,11 @@ def registered() -> tuple[type[LinkPolicy], ...]:
 def policy_names() -> list[str]:
     """String forms of all policies, for messages and help texts."""
     return [policy.usage for policy in registered()]
+
+
+def parse_policies(text: str) -> list[LinkPolicy]:
+    """Policies from a comma-separated list; a comma before a number belongs to a policy, as in ``"naive,damp:1,4"``."""
+    return [parse_policy(part) for part in re.split(r",(?=\s*[A-Za-z])", text) if part.strip()]
 
 
 def parse_policy(text: str | LinkPolicy) -> LinkPolicy:
