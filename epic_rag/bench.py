@@ -2,7 +2,8 @@
 
 Absolute times depend on the machine and the moment; ratios within one run are what to compare. Two floors say how
 far a policy is from what the machine could do at best: a plain forward pass of just the rows that the policy
-computes, and that plus one flash-attention product a layer of these rows over the whole context.
+computes, and that plus one flash-attention product a layer of these rows over the whole context, once as transformers
+calls the kernel and once with grouped heads folded into rows, which is faster.
 """
 
 from __future__ import annotations
@@ -140,11 +141,11 @@ class Timer:
         return self._clock() - start
 
     @torch.inference_mode()
-    def attention(self, rows: int, context: int) -> float:
-        """Seconds of dense attention of ``rows`` over ``context`` keys, all layers, torch's flash kernel.
+    def attention(self, rows: int, context: int, *, folded: bool = False) -> float:
+        """Seconds of dense attention of ``rows`` over ``context`` keys, all layers, torch's own flash kernel.
 
-        Grouped heads are folded into rows, which is the kernel's fastest form; every layer has keys and values of
-        its own, as a model has.
+        Every layer has keys and values of its own, as a model has. ``folded`` treats grouped query heads as further
+        rows of their KV head, the kernel's fastest form; otherwise the heads are expanded, as transformers does it.
         """
         spec = self._engine.spec
         group = spec.num_heads // spec.num_kv_heads
@@ -152,10 +153,14 @@ class Timer:
         if self._kv is None or self._kv.shape[-2] < context:
             self._kv = torch.randn(spec.num_layers, 2, spec.num_kv_heads, context, spec.head_dim, **kind)
         kv = self._kv[..., :context, :]
-        q = torch.randn(1, spec.num_kv_heads, rows * group, spec.head_dim, **kind)
+        shape = (spec.num_kv_heads, rows * group) if folded else (spec.num_heads, rows)
+        q = torch.randn(1, *shape, spec.head_dim, **kind)
         start = self._clock()
         for layer in range(spec.num_layers):
-            torch.nn.functional.scaled_dot_product_attention(q, kv[layer, 0][None], kv[layer, 1][None])
+            keys, values = kv[layer, 0][None], kv[layer, 1][None]
+            if not folded and group > 1:
+                keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
+            torch.nn.functional.scaled_dot_product_attention(q, keys, values)
         return self._clock() - start
 
 
@@ -226,6 +231,7 @@ def bench_ttft(
                 record |= {"ttft_s": seconds, "rows": rows}
                 record["floor_rows_s"] = timer.plain(plain_ids[-rows:])
                 record["floor_attention_s"] = timer.attention(rows, len(plain_ids))
+                record["floor_folded_s"] = timer.attention(rows, len(plain_ids), folded=True)
             record["prompt"] = len(plain_ids)
             if number:
                 records.append(record)
@@ -300,6 +306,7 @@ def _table(records: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> dic
             for floor, parts in {
                 "floor_rows": ("floor_rows_s",),
                 "floor": ("floor_rows_s", "floor_attention_s"),
+                "floor_folded": ("floor_rows_s", "floor_folded_s"),
             }.items():
                 seconds = [sum(r[p] for p in parts) for r in rows]
                 entry[f"{floor}_s"] = statistics.median(seconds)
@@ -349,7 +356,7 @@ def bench_scaling(
     keys = engine.compile_many([tokens(size) for _ in range(max(counts))])
     tail = tokens(question)
     timer = Timer(engine)
-    samples: dict[tuple[int, str], list[tuple[float, float, int]]] = defaultdict(list)
+    samples: dict[tuple[int, str], list[tuple[float, float, float, int]]] = defaultdict(list)
     steps = (repeats + 1) * len(counts) * len(policies)
     done = 0
     for repeat in range(repeats + 1):
@@ -357,15 +364,17 @@ def bench_scaling(
             for policy in policies:
                 prompt: list[tuple[int, ...] | ChunkKey] = [*keys[:count], tail]
                 seconds, rows, length = timer.linked(prompt, policy)
-                floor = timer.plain(tokens(rows)) + timer.attention(rows, length)
+                plain = timer.plain(tokens(rows))
+                floor = plain + timer.attention(rows, length)
+                folded = plain + timer.attention(rows, length, folded=True)
                 if repeat:  # the first round warms up
-                    samples[count, policy].append((seconds, floor, rows))
+                    samples[count, policy].append((seconds, floor, folded, rows))
                 done += 1
                 if progress:
                     progress(done, steps)
     points = []
     for (count, policy), found in samples.items():
-        rows = found[0][2]
+        rows = found[0][3]
         points.append(
             {
                 "chunks": count,
@@ -374,6 +383,7 @@ def bench_scaling(
                 "ttft_s": statistics.median(f[0] for f in found),
                 "floor_s": statistics.median(f[1] for f in found),
                 "over_floor": statistics.median(f[0] / f[1] for f in found),
+                "over_floor_folded": statistics.median(f[0] / f[2] for f in found),
                 "peak_bytes": _peak(engine, [*keys[:count], tail], policy),
             }
         )

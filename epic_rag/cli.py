@@ -216,12 +216,16 @@ def demo(
     store: StoreOption = Path(".demo"),
     model: ModelOption = "smollm2",
     questions: Annotated[int, typer.Option(min=1, help="Questions to ask.")] = 6,
-    k: KOption = 6,
+    k: KOption = 8,
+    policy: PolicyOption = "legolink:16",
+    context: ContextOption = "neighbours:1",
 ) -> None:
     """Ingest a real corpus, ask several questions, and time the first token three ways."""
     from epic_rag import demo as demonstration
+    from epic_rag.chunking import ChunkingConfig
 
-    with _open(store, model, must_exist=False) as rag:
+    chunking = ChunkingConfig(max_tokens=demonstration.CHUNK_TOKENS)
+    with _open(store, model, must_exist=False, policy=policy, context=context, chunking=chunking) as rag:
         spec, gate = rag.engine.spec, rag.engine.selftest
         checked = f"; correctness gate passed (relative error {gate.linked_error:.1e})" if gate else ""
         kind = str(spec.dtype).removeprefix("torch.")

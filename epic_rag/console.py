@@ -149,6 +149,7 @@ def ttft_table(result: Mapping[str, Any]) -> Table:
         "vs prefix",
         "rows floor",
         "floor",
+        "folded floor",
     ):
         table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=name == "policy")
 
@@ -166,6 +167,7 @@ def ttft_table(result: Mapping[str, Any]) -> Table:
             times(entry.get("speedup_vs_prefix")),
             times(entry.get("over_floor_rows"), 2),
             times(entry.get("over_floor"), 2),
+            times(entry.get("over_floor_folded"), 2),
         )
     return table
 
@@ -173,7 +175,7 @@ def ttft_table(result: Mapping[str, Any]) -> Table:
 def scaling_table(result: Mapping[str, Any]) -> Table:
     """Result of ``bench scaling``."""
     table = Table(title=f"TTFT as chunks of {result['chunk_tokens']} tokens are added")
-    for name in ("policy", "chunks", "rows", "TTFT", "over floor", "extra memory"):
+    for name in ("policy", "chunks", "rows", "TTFT", "over floor", "over folded floor", "extra memory"):
         table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=name == "policy")
     for p in sorted(result["points"], key=lambda p: (p["policy"], p["chunks"])):
         table.add_row(
@@ -182,6 +184,7 @@ def scaling_table(result: Mapping[str, Any]) -> Table:
             str(p["rows"]),
             f"{p['ttft_s']:.3f} s",
             f"{p['over_floor']:.2f}×",
+            f"{p['over_floor_folded']:.2f}×",
             f"{p['peak_bytes'] / 2**20:.0f} MiB",
         )
     return table

@@ -21,6 +21,8 @@ from epic_rag.pipeline import EpicRAG
 __all__ = ["DemoAnswer", "corpus", "demo_questions", "run_question", "total"]
 
 TOKENS_BY_DEFAULT = 30_000
+# About a section of the handbook, which a small model can still find a fact in.
+CHUNK_TOKENS = 128
 
 
 @dataclass(frozen=True)
