@@ -125,6 +125,8 @@ class SentenceTransformerEmbedder:
             return self._model
 
     def _load(self) -> Any:
+        from epic_engine.model.quiet import quiet
+
         try:
             from sentence_transformers import SentenceTransformer
         except ImportError as error:
@@ -132,7 +134,8 @@ class SentenceTransformerEmbedder:
                 f'the embedder needs sentence-transformers ({error}): pip install "epic-rag[demo]"'
             ) from error
         try:
-            model = SentenceTransformer(self._source, device=self._device, local_files_only=self._local_files_only)
+            with quiet():
+                model = SentenceTransformer(self._source, device=self._device, local_files_only=self._local_files_only)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"the embedding model {self._source!r} cannot be loaded ({error}): check its name or path"

@@ -100,7 +100,12 @@ def translated_errors(path: Path) -> Iterator[None]:
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
-    _check_format(connection, path)
+    # One read transaction: another process that makes the tables right now must be seen whole or not at all.
+    connection.execute("BEGIN")
+    try:
+        _check_format(connection, path)
+    finally:
+        connection.execute("COMMIT")
     connection.execute("PRAGMA foreign_keys = ON")
     _use_write_ahead_log(connection, path)
     # FULL: in a write-ahead log NORMAL may lose the last transactions at a power cut, and the keys that

@@ -14,6 +14,7 @@ from epic_engine.errors import ConfigError, InsufficientResourcesError, ModelLoa
 from epic_engine.memory.store import available_memory
 
 from .gguf import load_gguf, smollm2_file
+from .quiet import quiet
 
 __all__ = ["load_model", "pick_device", "pick_dtype"]
 
@@ -103,12 +104,13 @@ def load_model(
     path = Path(name).expanduser()
     if name == "smollm2":
         path = smollm2_file()
-    if path.suffix == ".gguf" or (path.is_dir() and not (path / "config.json").is_file()):
-        file = path if path.suffix == ".gguf" else _only_gguf(path)
-        _check_memory(4 * file.stat().st_size if file.is_file() else 0, place)
-        loaded, found = load_gguf(file, kind)
-    else:
-        loaded, found = _from_pretrained(name if not path.exists() else str(path), kind, place)
+    with quiet():
+        if path.suffix == ".gguf" or (path.is_dir() and not (path / "config.json").is_file()):
+            file = path if path.suffix == ".gguf" else _only_gguf(path)
+            _check_memory(4 * file.stat().st_size if file.is_file() else 0, place)
+            loaded, found = load_gguf(file, kind)
+        else:
+            loaded, found = _from_pretrained(name if not path.exists() else str(path), kind, place)
     loaded = loaded.to(place)
     return loaded, tokenizer or found, place
 
