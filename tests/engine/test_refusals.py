@@ -42,7 +42,7 @@ _BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_state": 16, "mamba_n_
 # family, changes to the configuration, whether those of tests.engine.models are the base, reason
 REFUSED: list[tuple[str, dict[str, Any], bool, str]] = [
     ("GPT2LMHead", _GPT2_LIKE, False, "0 rotary embedding modules.*learned positions"),
-    ("GPTJ", {**_GPT2_LIKE, "rotary_dim": 8}, False, "rotary function takes"),
+    ("GPTJ", {**_GPT2_LIKE, "rotary_dim": 8}, False, "rotary function takes|does not take a custom attention"),
     ("Bloom", {"hidden_size": 48, "n_layer": 2, "n_head": 4}, False, "does not take a custom attention function"),
     ("Falcon", {**_FALCON, "alibi": True}, False, "ALiBi"),
     ("Mpt", {"d_model": 48, "n_layers": 2, "n_heads": 4, "max_seq_len": 128}, False, "ALiBi"),
