@@ -188,3 +188,31 @@ def test_bench_scaling_counts_rows_and_memory(run: Run, tmp_path: Path) -> None:
 def test_help_needs_no_torch() -> None:
     code = "import sys, epic_rag.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_chat_converses_and_ends_on_an_empty_line(run: Run, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = iter(["When does the ferry leave?", "And who is the harbour master?", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt="": next(said))
+    code, out, _ = run("chat", "--store", str(store), "--max-tokens", "3", "--policy", "legolink:2")
+    assert code == 0
+    prompts = [int(line.split("prompt tokens")[0].split()[-1]) for line in out.splitlines() if "prompt tokens" in line]
+    assert len(prompts) == 2
+    assert prompts[1] > prompts[0]  # the second prompt holds the first turn
+    assert next(said, "nothing left") == "nothing left"
+
+
+def test_demo_times_three_ways(run: Run, tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "ferry.md").write_text("# Ferry\n\nThe ferry leaves at noon. It carries forty people.\n")
+    questions = [{"question": "When does the ferry leave?", "answers": ["noon"], "source": "ferry.md"}]
+    (corpus / "questions.json").write_text(json.dumps(questions))
+    code, out, _ = run("demo", "--corpus", str(corpus), "--store", str(tmp_path / "demo"), "--k", "3")
+    assert code == 0
+    for heading in ("reused", "recomputed", "linked", "prefix cache", "full prefill", "median"):
+        assert heading in out
+    assert "When does the ferry leave?" in out
+    assert "slower" in out
+    code, _, error = run("demo", "--corpus", str(tmp_path / "absent"), "--store", str(tmp_path / "demo"))
+    assert code == 1
+    assert "--corpus" in error
