@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import threading
@@ -13,10 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 from epic_engine import (
     ChunkKey,
-    CompileContext,
     CompileEstimate,
     ConfigError,
     Engine,
@@ -28,7 +25,7 @@ from epic_engine import (
 
 from epic_rag.answers import Answer, AnswerStream, Source
 from epic_rag.chunking import Chunker, ChunkingConfig
-from epic_rag.compiling import Pool, compile_chunks, parse_context_name
+from epic_rag.corpus import CorpusCompiler
 from epic_rag.documents import Document, content_hash
 from epic_rag.ingest import IngestReport, Item, PendingDocument, Progress, batches, read_items
 from epic_rag.prompt import PromptComposer
@@ -40,8 +37,6 @@ __all__ = ["EpicRAG"]
 logger = logging.getLogger(__name__)
 
 _FRAME_VERSION = 1
-# The second pass over a chunk reads its neighbours besides; measured at 1.1 to 1.3 times the first.
-_SECOND_PASS = 1.2
 
 
 class EpicRAG:
@@ -58,8 +53,7 @@ class EpicRAG:
         embedder: Embedder,
         composer: PromptComposer,
         chunker: Chunker,
-        context: str,
-        compile_head: tuple[int, ...],
+        compiler: CorpusCompiler,
         *,
         owns_engine: bool,
     ) -> None:
@@ -67,8 +61,7 @@ class EpicRAG:
         self.engine = engine
         self.registry = registry
         self.composer = composer
-        self.context = context
-        self.compile_head = compile_head
+        self.compiler = compiler
         self.retriever: Retriever = FaissRetriever(embedder)
         self._embedder = embedder
         self._chunker = chunker
@@ -139,14 +132,13 @@ class EpicRAG:
                 engine.tokenizer,
                 count_tokens=lambda text: len(composer.tokenizer.encode_text(text)),
             )
-            chosen = engine.config.context if context is None else context
-            compile_head = _compile_head(chosen, registry, composer)
+            compiler = CorpusCompiler(engine, registry, composer, context or engine.config.context)
         except BaseException:
             registry.close()
             if owns and engine is not None:
                 engine.close()
             raise
-        return cls(root, engine, registry, embedder, composer, chunker, chosen, compile_head, owns_engine=owns)
+        return cls(root, engine, registry, embedder, composer, chunker, compiler, owns_engine=owns)
 
     # -- ingestion ---------------------------------------------------------------------------------------------
 
@@ -185,7 +177,7 @@ class EpicRAG:
         pending = self._prepare(read_items(items, texts, report), report, progress)
         chunks = [ids for p in pending for ids in p.ids]
         if chunks:
-            estimate = self._estimate(chunks)
+            estimate = self.compiler.estimate(chunks)
             if on_estimate:
                 on_estimate(estimate)
             free = self.engine.store.free_bytes()
@@ -201,32 +193,6 @@ class EpicRAG:
         report.chunks, report.tokens = len(chunks), sum(len(ids) for ids in chunks)
         report.seconds = time.perf_counter() - begin
         return report
-
-    def _estimate(self, chunks: Sequence[Sequence[int]]) -> CompileEstimate:
-        name, _ = parse_context_name(self.context)
-        if name != "neighbours":
-            return self.engine.estimate(chunks, self._plain_context())
-        todo = [ids for ids in dict.fromkeys(map(tuple, chunks)) if self._linked_form(ids) is None]
-        first = self.engine.estimate(todo, self._plain_context())
-        every = self.engine.estimate(todo, CompileContext("never compiled", (0,)))
-        return CompileEstimate(
-            chunks=len(todo),
-            tokens=every.tokens,
-            disk_bytes=first.disk_bytes + every.disk_bytes,
-            memory_bytes=every.memory_bytes,
-            seconds=first.seconds + _SECOND_PASS * every.seconds,
-        )
-
-    def _plain_context(self) -> str | CompileContext:
-        """The context that needs no neighbours: what is compiled first, and fallen back to."""
-        name, _ = parse_context_name(self.context)
-        return CompileContext("head", self.compile_head) if name in ("head", "neighbours") else self.context
-
-    def _linked_form(self, token_ids: Sequence[int]) -> ChunkKey | None:
-        """A form of these tokens that saw neighbours, if there is one."""
-        key = self.engine.find(token_ids, self._plain_context())
-        forms = self.engine.forms(token_ids) if key is not None else []
-        return next((f.key for f in reversed(forms) if f.context == self.context), None)
 
     def _prepare(
         self, documents: Iterable[Document], report: IngestReport, progress: Progress | None
@@ -256,10 +222,10 @@ class EpicRAG:
             progress("compile", 0, total)
         groups = list(batches(pending, self.engine.config.rows_per_step))
         vectors = [self._embedder.embed([t for p in group for t in p.texts]) for group in groups]
-        pool = self._pool(pending, vectors) if parse_context_name(self.context)[0] == "neighbours" else None
+        pool = self.compiler.pool(pending, vectors)
         for group, matrix in zip(groups, vectors, strict=True):
             ids = [i for p in group for i in p.ids]
-            keys = self._compile(ids, matrix, pool, _shifted(progress, done, total)) if ids else []
+            keys = self.compiler.compile(ids, matrix, pool, _shifted(progress, done, total)) if ids else []
             at = 0
             for p in group:
                 self._register(p, keys[at : at + len(p.ids)], matrix[at : at + len(p.ids)])
@@ -278,51 +244,8 @@ class EpicRAG:
         old = self.registry.chunks(doc.doc_id) if doc.doc_id in self.registry else []
         self._erase(old, self.registry.put_document(record, chunks, vectors))
 
-    def _pool(self, pending: Sequence[PendingDocument], vectors: Sequence[Vectors]) -> Pool:
-        """Everything that may become a neighbour: what is being added and what is there."""
-        new = [ids for p in pending for ids in p.ids]
-        replaced = {p.document.doc_id for p in pending}
-        known, matrix = self.registry.embeddings()
-        keep = [i for i, chunk_id in enumerate(known) if chunk_id.rpartition("#")[0] not in replaced]
-        known, matrix = [known[i] for i in keep], matrix[keep]
-
-        def resolve(places: Sequence[int]) -> list[tuple[int, ...]]:
-            there = [known[i - len(new)] for i in places if i >= len(new)]
-            records = {r.chunk_id: r.token_ids for r in self.registry.chunks_by_id(there)}
-            return [new[i] if i < len(new) else records[known[i - len(new)]] for i in places]
-
-        return Pool(np.concatenate([*vectors, matrix]) if known else np.concatenate(vectors), resolve)
-
-    def _compile(
-        self,
-        ids: Sequence[tuple[int, ...]],
-        vectors: Vectors,
-        pool: Pool | None,
-        progress: Callable[[int, int], None] | None,
-    ) -> list[ChunkKey]:
-        """Compile chunks in this directory's context; one that has such a form already costs nothing."""
-        if pool is None:
-            return self.engine.compile_many(ids, self._plain_context(), progress=progress)
-        keys = {own: key for own in dict.fromkeys(ids) if (key := self._linked_form(own)) is not None}
-        todo = [i for i, own in enumerate(ids) if own not in keys]
-        if todo:
-            chunks = [ids[i] for i in todo]
-            made = compile_chunks(
-                self.engine,
-                chunks,
-                [""] * len(chunks),
-                self.context,
-                composer=self.composer,
-                head=self.compile_head,
-                vectors=vectors[todo],
-                pool=pool,
-                progress=progress,
-            )
-            keys.update(zip(chunks, made, strict=True))
-        return [keys[own] for own in ids]
-
     def refresh(self) -> int:
-        """Compile again what is missing for this model, or fell back when a neighbour went.
+        """Compile again what the store has lost, or what fell back when a neighbour went.
 
         Returns
         -------
@@ -336,11 +259,8 @@ class EpicRAG:
             return 0
         records = self.registry.chunks_by_key(missing)
         vectors = self._embedder.embed([r.text for r in records])
-        is_linked = parse_context_name(self.context)[0] == "neighbours"
-        pool = self._pool([], []) if is_linked else None
-        for record, key in zip(
-            records, self._compile([r.token_ids for r in records], vectors, pool, None), strict=True
-        ):
+        keys = self.compiler.compile([r.token_ids for r in records], vectors, self.compiler.pool([], []), None)
+        for record, key in zip(records, keys, strict=True):
             if key.hex != record.key:
                 self.registry.update_key(record.key, key.hex)
         return len(records)
@@ -469,10 +389,10 @@ class EpicRAG:
         if self.engine.has(ChunkKey(record.key)):
             return ChunkKey(record.key)
         self._fell_back = True
-        key = self.engine.find(record.token_ids, self._plain_context())
+        key = self.engine.find(record.token_ids, self.compiler.plain_context())
         if key is None:
             logger.info("chunk %s has no KV for this model: compiling it now", record.chunk_id)
-            key = self.engine.compile(record.token_ids, self._plain_context())
+            key = self.engine.compile(record.token_ids, self.compiler.plain_context())
         return key
 
     def _fitting(
@@ -521,13 +441,3 @@ def _shifted(progress: Progress | None, base: int, total: int) -> Callable[[int,
 def _tokenizer_digest(tokenizer: Any) -> str:
     """What token ids in the registry depend on: the backend's whole definition."""
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
-
-
-def _compile_head(context: str, registry: Registry, composer: PromptComposer) -> tuple[int, ...]:
-    """The head to compile behind: the first one ever used in this directory."""
-    if parse_context_name(context)[0] not in ("head", "neighbours"):
-        return ()
-    stored = registry.get_setting("compile_head")
-    ids = tuple(json.loads(stored)) if stored else composer.head_ids
-    registry.freeze_setting("compile_head", json.dumps(list(ids)))
-    return ids

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from .attention.base import PrivateKV, SequenceRows
 from .attention.torch_backend import TorchBackend
+from .chunk_library import ChunkLibrary
 from .chunks import ChunkKey
 from .config import EngineConfig, SamplingParams
 from .errors import (
     ConfigError,
     ContextLengthError,
 )
-from .library import Library
 from .linking.layout import Body, Layout, LinkPlan
 from .linking.policies import LinkPolicy, parse_policy
 from .linking.probe import Probe
@@ -38,7 +38,7 @@ __all__ = ["Engine", "Prompt"]
 Prompt = Sequence[Sequence[int] | ChunkKey]
 
 
-class Engine(Library):
+class Engine(ChunkLibrary):
     """Compiles token ids into relocatable KV, links them into prompts and generates.
 
     Any number of threads may use one engine; forward passes take turns.

@@ -331,11 +331,11 @@ def test_too_little_disk_or_memory_is_noticed_before_any_work(monkeypatch: pytes
         with pytest.raises(InsufficientResourcesError, match=r"5 chunks \(33 tokens\) take .* GiB of KV"):
             engine.compile_many(CHUNKS)
         monkeypatch.setattr(engine.store, "free_bytes", lambda: 1 << 40)
-        monkeypatch.setattr("epic_engine.library.available_memory", lambda: 10)
+        monkeypatch.setattr("epic_engine.chunk_library.available_memory", lambda: 10)
         with pytest.raises(InsufficientResourcesError, match="lower rows_per_step=2048"):
             engine.compile_many(CHUNKS)
         assert passes.rows == []
-        monkeypatch.setattr("epic_engine.library.available_memory", store_module.available_memory)
+        monkeypatch.setattr("epic_engine.chunk_library.available_memory", store_module.available_memory)
         monkeypatch.setattr(engine.store, "free_bytes", lambda: need)
         engine.compile_many(CHUNKS)
 

@@ -167,12 +167,12 @@ def test_other_tokenizer_or_embedder_is_refused(tmp_path: Path) -> None:
 def test_head_context_outlives_a_changed_system_prompt(tmp_path: Path, counter: Counter) -> None:
     with open_rag(tmp_path, context="head", system_prompt="Be brief.") as rag:
         rag.add(texts=TEXTS)
-        frozen = rag.compile_head
+        frozen = rag.compiler.head
         exact = rag.ask("When does the ferry leave?", k=1, policy="naive", sampling=GREEDY)
         assert exact.stats.reuse == "exact"  # the only chunk stands right behind the head it was compiled behind
     counter.take()
     with open_rag(tmp_path, context="head", system_prompt="Be thorough, and cite.") as rag:
-        assert rag.compile_head == frozen != rag.composer.head_ids
+        assert rag.compiler.head == frozen != rag.composer.head_ids
         answer = rag.ask("When does the ferry leave?", k=1, policy="naive", sampling=GREEDY)
         assert answer.stats.reuse == "composed"
         assert counter.take() == 1  # the new head alone
@@ -348,4 +348,4 @@ def test_a_second_batch_finds_neighbours_among_what_is_there(tmp_path: Path) -> 
         (shop,) = rag.registry.chunks("shop")
         (bakery,) = rag.registry.chunks("bakery")
         (linked,) = [f for f in rag.engine.forms(shop.token_ids) if f.depends]
-    assert linked.context_ids == rag.compile_head + bakery.token_ids
+    assert linked.context_ids == rag.compiler.head + bakery.token_ids

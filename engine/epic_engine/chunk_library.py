@@ -21,10 +21,10 @@ from .memory.residency import Residency
 from .memory.store import ChunkInfo, ChunkStore, available_memory
 from .model.decoder import Decoder
 
-__all__ = ["Library"]
+__all__ = ["ChunkLibrary"]
 
 
-class Library(ABC):
+class ChunkLibrary(ABC):
     """Compiled chunks of one model and namespace; the half of :class:`~epic_engine.Engine` that works ahead of time.
 
     Parameters
