@@ -210,7 +210,7 @@ def bench_ttft(
     composer = PromptComposer(engine.tokenizer)
     timer = Timer(engine)
     rng = random.Random(seed)
-    compiled = _compile(engine, composer, examples, context, timer)
+    compiled, compile_times = _compile(engine, composer, examples, context, timer)
     head = engine.compile(composer.head_ids, "isolated")
     records: list[dict[str, Any]] = []
     rounds = [examples[0], *(e for _ in range(repeats) for e in examples)]
@@ -245,23 +245,17 @@ def bench_ttft(
         "repeats": repeats,
         "context": context,
         "prompt_tokens": statistics.median(r["prompt"] for r in records),
-        "compile": compiled.times,
+        "compile": compile_times,
         "policies": _table(records, policies),
         "records": records,
     }
 
 
-class _Compiled(dict[tuple[int, ...], ChunkKey]):
-    """Token ids to keys, with what compiling took."""
-
-    times: dict[str, float]
-
-
 def _compile(
     engine: Engine, composer: PromptComposer, examples: Sequence[Example], context: str, timer: Timer
-) -> _Compiled:
+) -> tuple[dict[tuple[int, ...], ChunkKey], dict[str, float]]:
+    """Keys of all documents by their token ids, and what compiling took."""
     parts = list(dict.fromkeys(composer.encode_chunk(t) for e in examples for t in e.documents))
-    found = _Compiled()
     sample = parts[: min(12, len(parts))]
     engine.compile(sample[0], context)  # warm-up
     for part in sample[:2]:
@@ -275,8 +269,7 @@ def _compile(
         own.append(time.perf_counter() - start)
     start = time.perf_counter()
     keys = engine.compile_many(parts, context)
-    found.update(zip(parts, keys, strict=True))
-    found.times = {
+    times = {
         "chunks": len(parts),
         "tokens": sum(map(len, parts)),
         "sample_tokens": sum(map(len, sample)),
@@ -285,7 +278,7 @@ def _compile(
         "ratio": statistics.median(o / p for o, p in zip(own, plain, strict=True)),
         "rest_s": time.perf_counter() - start,
     }
-    return found
+    return dict(zip(parts, keys, strict=True)), times
 
 
 def _table(records: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> dict[str, dict[str, Any]]:

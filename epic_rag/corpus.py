@@ -56,7 +56,7 @@ class CorpusCompiler:
             return self._engine.estimate(chunks, self.plain_context())
         todo = [ids for ids in dict.fromkeys(map(tuple, chunks)) if self._linked_form(ids) is None]
         first = self._engine.estimate(todo, self.plain_context())
-        every = self._engine.estimate(todo, CompileContext("never compiled", (0,)))
+        every = self._engine.estimate(todo, self.plain_context(), known_too=True)
         return CompileEstimate(
             chunks=len(todo),
             tokens=every.tokens,

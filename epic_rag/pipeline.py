@@ -379,10 +379,7 @@ class EpicRAG:
 
     def head_key(self) -> ChunkKey:
         """The prompt's head, compiled: at the very beginning of a prompt its KV is exact."""
-        key = self.engine.compile(self.composer.head_ids, "isolated")
-        if self.registry.get_setting(f"head:{key}") is None:
-            self.registry.set_setting(f"head:{key}", "kept for prompts")
-        return key
+        return self.engine.compile(self.composer.head_ids, "isolated")
 
     def key_of(self, record: ChunkRecord) -> ChunkKey:
         """The chunk's best form for this model; compiled now if it has none."""

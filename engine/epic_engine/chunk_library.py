@@ -309,15 +309,21 @@ class ChunkLibrary(ABC):
             entries.append((info, kv))
         self.store.put(entries)
 
-    def estimate(self, chunks: Sequence[Sequence[int]], context: str | CompileContext | None = None) -> CompileEstimate:
-        """What :meth:`compile_many` would take for these chunks; known ones cost nothing.
+    def estimate(
+        self,
+        chunks: Sequence[Sequence[int]],
+        context: str | CompileContext | None = None,
+        *,
+        known_too: bool = False,
+    ) -> CompileEstimate:
+        """What :meth:`compile_many` would take for these chunks; known ones cost nothing unless ``known_too``.
 
         Measures the model's speed once, on a short chunk.
         """
         self._check_open()
         where = self.parse_context(context)
         keys = [ChunkKey.of(self.fingerprint, self.config.namespace, where.identity, ids) for ids in chunks]
-        todo = self._missing(chunks, keys)
+        todo = list(dict(zip(keys, chunks, strict=True)).items()) if known_too else self._missing(chunks, keys)
         lengths = [len(ids) for _, ids in todo]
         return estimate(self.spec, lengths, self.config.rows_per_step, self._token_seconds() if todo else 0.0)
 

@@ -241,8 +241,7 @@ class Engine(ChunkLibrary):
         layout = policy.arrange(Layout(parts), self._prefixes)
         probe = Probe(self.decoder, self.backend, self._run_step, self.config.rows_per_step)
         choice = policy.choose(layout, probe)
-        damp = (choice.damp.amount, choice.damp.tokens) if choice.damp else None
-        plan = LinkPlan(layout, choice.recompute, damp)
+        plan = LinkPlan(layout, choice.recompute, choice.damp)
         private = PrivateKV(self.spec, len(plan.rows) + room, self.device)
         linked = LinkedPrompt(layout, plan, private)
         linked.probed = probe.rows

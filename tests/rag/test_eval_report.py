@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from epic_rag import cli
 from epic_rag.errors import MissingDependencyError
 from epic_rag.evaluation import plots
 from epic_rag.evaluation.records import ArmResult, ExampleResult
 from epic_rag.evaluation.report import write_report
 from epic_rag.evaluation.summary import summarise
-from tests.rag.stack import TEXTS, save_model
+from tests.rag.conftest import Run
+from tests.rag.stack import TEXTS
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ARMS = [("full", ""), ("naive", "isolated"), ("naive", "head"), ("legolink:16", "isolated"), ("legolink:16", "head")]
@@ -93,29 +93,9 @@ def test_matplotlib_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
         plots.require_matplotlib()
 
 
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(scope="module")
-def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saved_model: Path) -> Run:
-    monkeypatch.setenv("EPIC_RAG_MODEL", str(saved_model))
-
-    def invoke(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["epic-rag", "eval", *arguments])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return invoke
+def evaluate(run: Run) -> Run:
+    return lambda *arguments: run("eval", *arguments)
 
 
 @pytest.fixture
@@ -129,13 +109,13 @@ def dataset(tmp_path: Path) -> Path:
     return path
 
 
-def test_command_end_to_end(run: Run, dataset: Path, tmp_path: Path) -> None:
+def test_command_end_to_end(evaluate: Run, dataset: Path, tmp_path: Path) -> None:
     out, page = tmp_path / "out" / "eval.json", tmp_path / "out" / "eval.html"
     arguments = (
         *(str(dataset), "--policies", "naive,legolink:100000", "--contexts", "isolated,head", "--limit", "2"),
         *("--max-tokens", "4", "--dtype", "float32", "--json", str(out), "--html", str(page)),
     )
-    code, printed, _ = run(*arguments)
+    code, printed, _ = evaluate(*arguments)
     assert code == 0
     assert "2 examples" in printed
     assert "legolink:100000" in printed
@@ -152,9 +132,9 @@ def test_command_end_to_end(run: Run, dataset: Path, tmp_path: Path) -> None:
     assert page.is_file()
 
     again = json.loads(out.read_text())["records"]
-    assert run(*arguments)[0] == 0  # resumed: the very same times
+    assert evaluate(*arguments)[0] == 0  # resumed: the very same times
     assert json.loads(out.read_text())["records"] == again
-    code, _, error = run(*arguments, "--seed", "3")
+    code, _, error = evaluate(*arguments, "--seed", "3")
     assert code == 1
     assert "seed was 0 and is 3" in " ".join(error.split())
 
@@ -167,8 +147,8 @@ def test_command_end_to_end(run: Run, dataset: Path, tmp_path: Path) -> None:
         (("templated", "--contexts", "magic"), "neighbours:n"),
     ],
 )
-def test_errors_come_before_the_model(run: Run, arguments: tuple[str, ...], message: str) -> None:
-    code, out, error = run(*arguments, "--model", "/no/such/model")
+def test_errors_come_before_the_model(evaluate: Run, arguments: tuple[str, ...], message: str) -> None:
+    code, out, error = evaluate(*arguments, "--model", "/no/such/model")
     assert code == 1
     assert message in " ".join((out + error).split())
     assert "Traceback" not in error

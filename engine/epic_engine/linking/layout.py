@@ -19,7 +19,7 @@ from torch import Tensor
 
 from epic_engine.attention.base import Run
 
-__all__ = ["Body", "Layout", "LinkPlan", "Segment", "runs_between"]
+__all__ = ["Body", "Damp", "Layout", "LinkPlan", "Segment", "runs_between"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,16 +109,32 @@ def runs_between(length: int, slots: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _runs(segment: Segment, body: Body, slots: Sequence[int], damp: tuple[float, int] | None) -> Iterator[Run]:
+@dataclass(frozen=True)
+class Damp:
+    """Lower the scores of each chunk's first tokens.
+
+    Attributes
+    ----------
+    amount
+        Subtracted from the logits.
+    tokens
+        How many slots, from the chunk's first.
+    """
+
+    amount: float
+    tokens: int
+
+
+def _runs(segment: Segment, body: Body, slots: Sequence[int], damp: Damp | None) -> Iterator[Run]:
     """The runs of a segment outside ``slots``, cut where damping begins and ends."""
     offset = segment.start - body.rotation_base
-    amount, until = damp or (0.0, 0)
+    until = damp.tokens if damp else 0
     cuts = {0, until} | ({1} if segment.start == 0 else set())  # the prompt's first token is never damped
     for a, b in runs_between(len(segment.token_ids), slots):
         edges = [a, *sorted(c for c in cuts if a < c < b), b]
         for low, high in pairwise(edges if damp else [a, b]):
-            damped = high <= until and segment.start + low > 0
-            yield Run(body.kv, low, high, offset, segment.start + high, -amount if damped else 0.0)
+            bias = -damp.amount if damp and high <= until and segment.start + low > 0 else 0.0
+            yield Run(body.kv, low, high, offset, segment.start + high, bias)
 
 
 class LinkPlan:
@@ -132,12 +148,10 @@ class LinkPlan:
         Per index of a linked segment in ``layout.segments``: sorted slots to compute anew. The last token of the
         prompt is always added, for its logits are wanted.
     damp
-        Amount and number of slots: the scores of so many first slots of chunks that are not exact are lowered.
+        Lowered scores of the first slots of chunks that are not exact.
     """
 
-    def __init__(
-        self, layout: Layout, recompute: Mapping[int, Sequence[int]], damp: tuple[float, int] | None = None
-    ) -> None:
+    def __init__(self, layout: Layout, recompute: Mapping[int, Sequence[int]], damp: Damp | None = None) -> None:
         self.layout = layout
         self.rows: list[int] = []
         self.runs: list[Run] = []

@@ -19,12 +19,11 @@ from torch import Tensor
 
 from epic_engine.errors import ConfigError
 
-from .layout import Body, Layout
+from .layout import Body, Damp, Layout
 
 __all__ = [
     "PAGE",
     "Choice",
-    "Damp",
     "Damped",
     "Full",
     "LegoLink",
@@ -75,22 +74,6 @@ class LinkProbe(Protocol):
     def second_layer_deviation(self, layout: Layout) -> dict[int, Tensor]:
         """Squared difference between stored and true KV of each slot in the second layer; keys and shapes as above."""
         ...
-
-
-@dataclass(frozen=True)
-class Damp:
-    """Lower the scores of each chunk's first tokens.
-
-    Attributes
-    ----------
-    amount
-        Subtracted from the logits.
-    tokens
-        How many slots, from the chunk's first.
-    """
-
-    amount: float
-    tokens: int
 
 
 @dataclass(frozen=True)
