@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .memory.file_store import FileStore
     from .memory.store import ChunkInfo, ChunkStore, MemoryStore, VerifyReport
     from .request import Completion, RequestStats, StageTimes, StreamEvent
-    from .stream import Stream
+    from .stream import LinkedPrompt, Stream
 
 __all__ = [
     "ChunkInfo",
@@ -52,6 +52,7 @@ __all__ = [
     "FileStore",
     "InsufficientResourcesError",
     "LinkPolicy",
+    "LinkedPrompt",
     "MemoryStore",
     "ModelLoadError",
     "RequestStats",
@@ -79,6 +80,7 @@ _HOMES = {
     "CompileContext": ".contexts",
     "CompileEstimate": ".costs",
     "Engine": ".engine",
+    "LinkedPrompt": ".stream",
     "Stream": ".stream",
     "LinkPolicy": ".linking.policies",
     "parse_policies": ".linking.policies",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -168,7 +168,7 @@ class Engine(ChunkLibrary):
         infos = self._resolve(prompt)
         self._check_length(infos, params.max_tokens)
         work = StreamWork(
-            link=lambda: self._link(infos, chosen, room=params.max_tokens),
+            link=lambda: self._link(infos, chosen, params.max_tokens),
             step=lambda token, row: self._forward([token], [row], last=1)[-1],
             tokenizer=self.tokenizer,
             end_ids=self.spec.end_ids,
@@ -192,17 +192,94 @@ class Engine(ChunkLibrary):
         Tensor
             ``(len(continuation), vocab)`` float32 on the CPU; row i predicts ``continuation[i]``.
         """
+        return self.score_many(prompt, [continuation], policy=policy)[0]
+
+    def score_many(
+        self, prompt: Prompt, continuations: Sequence[Sequence[int]], *, policy: str | LinkPolicy | None = None
+    ) -> list[Tensor]:
+        """As :meth:`score` for several continuations of one prompt, which is linked once.
+
+        Returns
+        -------
+        list of Tensor
+            One per continuation, as :meth:`score` gives it.
+        """
+        for continuation in continuations:
+            self._check_ids(continuation, "the continuation")
+        linked = self.link(prompt, policy=policy, room=max(map(len, continuations), default=0))
+        first = linked.logits.float().cpu()
+        found = []
+        for continuation in continuations:
+            linked.rewind()
+            found.append(torch.cat([first, *self.extend([(linked, continuation[:-1])])]))
+        return found
+
+    def link(self, prompt: Prompt, *, policy: str | LinkPolicy | None = None, room: int = 256) -> LinkedPrompt:
+        """Link a prompt and stop there; for callers that decide themselves what follows.
+
+        Parameters
+        ----------
+        prompt, policy
+            As in :meth:`generate`.
+        room
+            Most tokens that :meth:`extend` will append.
+
+        Returns
+        -------
+        LinkedPrompt
+            Holds its KV until it is dropped.
+
+        Raises
+        ------
+        ConfigError, ContextLengthError, ChunkNotFoundError
+            As for :meth:`generate`.
+        """
         self._check_open()
-        self._check_ids(continuation, "the continuation")
         chosen = self.policy if policy is None else parse_policy(policy)
         infos = self._resolve(prompt)
-        self._check_length(infos, len(continuation))
-        link = self._link(infos, chosen, room=len(continuation))
-        rows = [link.logits.float().cpu()]
-        if len(continuation) > 1:
-            places = range(len(link.layout), len(link.layout) + len(continuation) - 1)
-            rows.append(self._forward(continuation[:-1], [link.rows(places)], last=len(places)).float().cpu())
-        return torch.cat(rows)
+        self._check_length(infos, room)
+        return self._link(infos, chosen, room)
+
+    def extend(self, batch: Sequence[tuple[LinkedPrompt, Sequence[int]]]) -> list[Tensor]:
+        """Append tokens to linked prompts, all of them in shared forward passes.
+
+        Parameters
+        ----------
+        batch
+            Linked prompts, each once, and the token ids that are appended; none is fine.
+
+        Returns
+        -------
+        list of Tensor
+            Per prompt ``(tokens, vocab)`` float32 on the CPU; row i predicts what follows token i.
+
+        Raises
+        ------
+        ConfigError
+            If ids lie outside the vocabulary, a prompt stands in the batch twice, or its room is used up.
+        """
+        if len({id(linked) for linked, _ in batch}) < len(batch):
+            raise ConfigError("a linked prompt stands in the batch twice: append its tokens one after the other.")
+        for linked, ids in batch:
+            if ids:
+                self._check_ids(ids, "a continuation")
+            if linked.private.length + len(ids) > linked.private.capacity:
+                left = linked.private.capacity - linked.private.length
+                raise ConfigError(f"{len(ids)} tokens do not fit the {left} that are left: link with a larger room.")
+        found: dict[int, list[Tensor]] = {i: [torch.empty(0, self.spec.vocab_size)] for i in range(len(batch))}
+        for group in _steps([len(ids) for _, ids in batch], self.config.rows_per_step):
+            rows: list[SequenceRows] = []
+            tokens: list[int] = []
+            for index, count in group:
+                linked, ids = batch[index]
+                done = sum(map(len, found[index]))
+                at = len(linked.layout) + linked.appended
+                rows.append(linked.rows(range(at, at + count)))
+                tokens += ids[done : done + count]
+            logits = self._forward(tokens, rows, last=len(tokens)).float().cpu()
+            for (index, _), part in zip(group, logits.split([count for _, count in group]), strict=True):
+                found[index].append(part)
+        return [torch.cat(parts) for parts in found.values()]
 
     def _resolve(self, prompt: Prompt) -> list[tuple[int, ...] | ChunkInfo]:
         """Check the prompt's segments; looks into the catalogue but touches no KV."""
@@ -243,8 +320,7 @@ class Engine(ChunkLibrary):
         choice = policy.choose(layout, probe)
         plan = LinkPlan(layout, choice.recompute, choice.damp)
         private = PrivateKV(self.spec, len(plan.rows) + room, self.device)
-        linked = LinkedPrompt(layout, plan, private)
-        linked.probed = probe.rows
+        linked = LinkedPrompt(layout, plan, private, str(policy), probe.rows)
         ids, step = plan.row_ids, self.config.rows_per_step
         for at in range(0, len(ids), step):
             rows = linked.rows(plan.rows[at : at + step])
@@ -300,6 +376,22 @@ class Engine(ChunkLibrary):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _steps(lengths: Sequence[int], most: int) -> Iterator[list[tuple[int, int]]]:
+    """Forward passes of at most ``most`` rows: pairs of sequence and rows, every sequence at most once a pass."""
+    group: list[tuple[int, int]] = []
+    room = most
+    for index, length in enumerate(lengths):
+        while length:
+            count = min(length, room)
+            group.append((index, count))
+            length, room = length - count, room - count
+            if not room:
+                yield group
+                group, room = [], most
+    if group:
+        yield group
 
 
 def _open_store(store: str | os.PathLike[str] | ChunkStore | None) -> ChunkStore:

@@ -23,21 +23,54 @@ __all__ = ["LinkedPrompt", "Stream", "StreamWork"]
 
 
 class LinkedPrompt:
-    """A linked prompt: its plan, its private KV and the logits of its last token."""
+    """A linked prompt: its plan, its private KV and the logits of its last token; made by :meth:`Engine.link`.
 
-    def __init__(self, layout: Layout, plan: LinkPlan, private: PrivateKV) -> None:
+    Attributes
+    ----------
+    layout, plan
+        Where everything stands, and what is computed.
+    policy
+        Link policy, as a string.
+    private
+        KV of computed tokens, and of tokens that were appended.
+    logits
+        Logits of the last token of the prompt, ``(1, vocab)``.
+    """
+
+    def __init__(self, layout: Layout, plan: LinkPlan, private: PrivateKV, policy: str, probed: int) -> None:
         self.layout = layout
         self.plan = plan
+        self.policy = policy
         self.private = private
         self.runs: list[Run] = plan.runs
         self.logits = torch.empty(0)
-        self.probed = 0
         self.load_seconds = 0.0
         self.link_seconds = 0.0
+        self._probed = probed
 
     def rows(self, positions: Sequence[int]) -> SequenceRows:
         """Rows of this prompt at the given places."""
         return SequenceRows(positions, self.private, self.runs)
+
+    @property
+    def appended(self) -> int:
+        """Tokens behind the prompt."""
+        return self.private.length - len(self.plan.rows)
+
+    def rewind(self) -> None:
+        """Forget the tokens behind the prompt."""
+        self.private.length = len(self.plan.rows)
+
+    def count(self, stats: RequestStats) -> None:
+        """Enter this prompt's counts and times."""
+        stats.policy = self.policy
+        stats.prompt = len(self.layout)
+        stats.linked = sum(len(s.token_ids) for s in self.layout.linked)
+        stats.recomputed = self.plan.recomputed
+        stats.rows = len(self.plan.rows) + self._probed
+        stats.times.load, stats.times.link = self.load_seconds, self.link_seconds
+        if stats.reused:
+            stats.reuse = "exact" if all(s.exact for s in self.layout.linked) else "composed"
 
 
 @dataclass(frozen=True)
@@ -136,7 +169,7 @@ class Stream:
             if cancelled.is_set():
                 return
             linked = work.link()
-            _count(stats, linked)
+            linked.count(stats)
             sampler = Sampler(params, linked.layout.token_ids)
             ends = set(params.stop_token_ids) | (set() if params.ignore_eos else work.end_ids)
             logits = linked.logits[-1]
@@ -177,14 +210,3 @@ class Stream:
                 linked.runs = []
                 linked = None
             done.append(Completion(tuple(tokens), text.text, reason, stats, tuple(logprobs)))
-
-
-def _count(stats: RequestStats, linked: LinkedPrompt) -> None:
-    layout = linked.layout
-    stats.prompt = len(layout)
-    stats.linked = sum(len(s.token_ids) for s in layout.linked)
-    stats.recomputed = linked.plan.recomputed
-    stats.rows = len(linked.plan.rows) + linked.probed
-    stats.times.load, stats.times.link = linked.load_seconds, linked.link_seconds
-    if stats.reused:
-        stats.reuse = "exact" if all(s.exact for s in layout.linked) else "composed"

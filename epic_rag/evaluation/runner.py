@@ -9,6 +9,8 @@ other arm then predicts the same tokens (teacher forcing) behind the same prompt
 
 from __future__ import annotations
 
+import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,24 +18,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from epic_engine import ChunkKey, Completion, Engine, SamplingParams, parse_policy
+from epic_engine import ChunkKey, Engine, LinkedPrompt, RequestStats, parse_policy
+from epic_engine.detokenizer import Detokenizer
 from epic_engine.errors import ConfigError, ContextLengthError
 from numpy.typing import NDArray
 
-from epic_rag.compiling import compile_chunks, parse_context_name
+from epic_rag.compiling import Pool, compile_chunks, parse_context_name
 from epic_rag.errors import RagError
 from epic_rag.evaluation.example import EvalExample
 from epic_rag.evaluation.metrics import kl_divergence, negative_log_likelihood, score_answer, top1_agreement
 from epic_rag.evaluation.records import ArmResult, ExampleResult, RecordFile
 from epic_rag.prompt import PromptComposer
-from epic_rag.retrieval import Embedder
+from epic_rag.retrieval import Embedder, Vectors
 
-__all__ = ["EvalSettings", "Evaluation", "Target"]
+__all__ = ["EvalSettings", "Evaluation"]
 
 Prompt = list[tuple[int, ...] | ChunkKey]
 Progress = Callable[[int, int], None]
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -60,25 +63,12 @@ class EvalSettings:
 
 
 @dataclass(frozen=True)
-class Target:
-    """What all arms of an example predict.
+class _Arm:
+    """One prompt linked under one policy."""
 
-    Attributes
-    ----------
-    example
-        The example.
-    gold
-        Ids of the gold answer; empty without accepted answers.
-    own
-        Ids of full computation's greedy answer and, where it ended by itself, one more for its end.
-    logits
-        Full computation's predictions of ``own``, ``(len(own), vocab)``.
-    """
-
-    example: EvalExample
-    gold: tuple[int, ...]
-    own: tuple[int, ...]
-    logits: NDArray[np.float32]
+    context: str
+    linked: LinkedPrompt
+    seconds: float
 
 
 class Evaluation:
@@ -91,7 +81,8 @@ class Evaluation:
     settings
         What is compared.
     embedder
-        For compile contexts that look for similar chunks.
+        For compile contexts that look for similar chunks. They are sought among the documents of all examples, as in
+        a store that holds them all.
 
     Raises
     ------
@@ -109,14 +100,15 @@ class Evaluation:
         self.composer = PromptComposer(engine.tokenizer)
         self._composers: dict[str | None, PromptComposer] = {None: self.composer}
         self._embedder = embedder
-        self._sampling = SamplingParams(
-            max_tokens=settings.max_tokens, stop_token_ids=tuple(self.composer.stop_token_ids)
-        )
+        self._ends = frozenset(self.composer.stop_token_ids) | engine.spec.end_ids
         policies = list(dict.fromkeys(str(parse_policy(p)) for p in settings.policies))
         alone = [p for p in policies if p != "full" and parse_policy(p).caches_prompt]
         linked = [p for p in policies if p != "full" and p not in alone]
         contexts = dict.fromkeys(settings.contexts)
-        if embedder is None and any(parse_context_name(c)[0] == "neighbours" for c in contexts):
+        self._wants_neighbours = any(parse_context_name(c)[0] == "neighbours" for c in contexts)
+        self._texts: dict[str, int] = {}
+        self._vectors: Vectors = np.empty((0, 0), np.float32)
+        if embedder is None and self._wants_neighbours:
             raise ConfigError("neighbours are chosen by their embeddings: pass embedder=… to Evaluation().")
         self.arms: list[tuple[str, str]] = [("full", ""), *((p, "") for p in alone)]
         """Pairs of policy and context; an empty context where compiled chunks are not used."""
@@ -168,10 +160,13 @@ class Evaluation:
         if len(set(digests)) < len(digests):
             twice = next(e.example_id for e, d in zip(examples, digests, strict=True) if digests.count(d) > 1)
             raise RagError(f"example {twice!r} stands in the data set more than once: give each an id of its own.")
+        settings = self.fingerprint
+        if self._wants_neighbours:  # any further document may be a nearer neighbour
+            settings["corpus"] = hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()[:16]
         if records is None:
             found = self._run(examples, {}, None, progress)
         else:
-            with RecordFile(records, self.fingerprint) as file:
+            with RecordFile(records, settings) as file:
                 found = self._run(examples, file.found, file, progress)
         return [found[digest] for digest in digests]
 
@@ -187,6 +182,8 @@ class Evaluation:
         before = {info.key for info in self.engine.store.entries()}
         if progress:
             progress(len(found), len(examples))
+        if pending:
+            self._gather(examples)
         try:
             for number, example in enumerate(pending):
                 result = found[example.digest] = self.measure(example)
@@ -201,11 +198,23 @@ class Evaluation:
             self._forget_but(before)
         return found
 
+    def _gather(self, examples: Sequence[EvalExample]) -> None:
+        """Make the documents of these examples, and no others, what neighbours are chosen from."""
+        if self._wants_neighbours:
+            assert self._embedder is not None
+            self._texts = {t: i for i, t in enumerate(dict.fromkeys(t for e in examples for t in e.documents))}
+            self._vectors = self._embedder.embed(list(self._texts))
+
     def _forget_but(self, before: set[ChunkKey]) -> None:
         self.engine.forget([info.key for info in list(self.engine.store.entries()) if info.key not in before])
 
     def measure(self, example: EvalExample) -> ExampleResult:
-        """Measure one example under every arm; a prompt that does not fit the model is skipped and says so."""
+        """Measure one example under every arm; a prompt that does not fit the model is skipped and says so.
+
+        Outside :meth:`run`, neighbours are chosen among the example's own documents.
+        """
+        if any(text not in self._texts for text in example.documents):
+            self._gather([example])
         composer = self._composer(example.system)
         parts = [composer.encode_chunk(text) for text in example.documents]
         tail = composer.tail_ids(example.question)
@@ -215,15 +224,14 @@ class Evaluation:
             why = f"the prompt has {length} tokens, max_model_len is {self.engine.max_model_len}"
             return ExampleResult(example.example_id, example.digest, dict(example.group), skipped=why)
         plain: Prompt = [composer.head_ids, *parts, tail]
-        full, target = self.reference(plain, example, gold)
-        arms = [full]
         try:
-            linked = {c: self.link(composer, parts, example, c) for c in self.settings.contexts}
+            prompts = {c: [*self.link(composer, parts, example, c), tail] for c in self.settings.contexts}
         except ContextLengthError as error:
             return ExampleResult(example.example_id, example.digest, dict(example.group), skipped=str(error))
-        for policy, context in self.arms[1:]:
-            arms.append(self.arm(linked[context] + [tail] if context else plain, policy, context, target))
-        return ExampleResult(example.example_id, example.digest, dict(example.group), tuple(arms))
+        room = max(self.settings.max_tokens, len(gold))
+        arms = [self._linked(prompts.get(context, plain), policy, context, room) for policy, context in self.arms]
+        results = self._compare(arms, example, gold)
+        return ExampleResult(example.example_id, example.digest, dict(example.group), tuple(results))
 
     def _composer(self, system: str | None) -> PromptComposer:
         if system not in self._composers:
@@ -242,54 +250,82 @@ class Evaluation:
     ) -> Prompt:
         """Compile a prompt's head and documents; returns all of its segments but the tail."""
         head = self.engine.compile(composer.head_ids, "isolated")
+        near: dict[str, Any] = {}
+        if parse_context_name(context)[0] == "neighbours":
+            texts = list(self._texts)
+            pool = Pool(self._vectors, lambda places: [composer.encode_chunk(texts[i]) for i in places])
+            near = {"vectors": self._vectors[[self._texts[t] for t in example.documents]], "pool": pool}
         # Documents are compiled under the default head whatever the request's: a store outlives its requests.
-        keys = compile_chunks(
-            self.engine, parts, example.documents, context, composer=self.composer, embedder=self._embedder
-        )
+        keys = compile_chunks(self.engine, parts, example.documents, context, composer=self.composer, **near)
         return [head, *keys]
 
-    def reference(self, prompt: Prompt, example: EvalExample, gold: tuple[int, ...]) -> tuple[ArmResult, Target]:
-        """Full computation of a prompt: its own result, and what the other arms are measured against."""
-        done = self.engine.generate(prompt, self._sampling, policy="full")
+    def _linked(self, prompt: Prompt, policy: str, context: str, room: int) -> _Arm:
+        begin = time.perf_counter()
+        linked = self.engine.link(prompt, policy=policy, room=room)
+        return _Arm(context, linked, time.perf_counter() - begin)
+
+    def _compare(self, arms: Sequence[_Arm], example: EvalExample, gold: tuple[int, ...]) -> list[ArmResult]:
+        """Answers of all arms, and how well they predict those of the first, which is ``full``."""
+        answers = self._answers([arm.linked for arm in arms])
         # The end of an answer is a prediction too. Any id stands for it: the last one of a continuation is not read.
-        end = (self.composer.stop_token_ids or (0,))[:1]
-        own = done.token_ids + (end if done.finish_reason == "stop" else ())
-        target = Target(example, gold, own, self._predictions(prompt, own, "full"))
-        return self._result("", done, target.logits, self._gold_nll(prompt, "full", gold), target), target
+        own, ended = answers[0]
+        predictions = self._predictions(arms, (*own, *sorted(self._ends)[:1]) if ended else own)
+        likelihood = self._predictions(arms, gold) if gold else [None] * len(arms)
+        results = []
+        for arm, (tokens, _), logits, golden in zip(arms, answers, predictions, likelihood, strict=True):
+            stats = RequestStats()
+            arm.linked.count(stats)
+            text = self._text(tokens)
+            agree = top1_agreement(predictions[0], logits)
+            results.append(
+                ArmResult(
+                    policy=stats.policy,
+                    context=arm.context,
+                    answer=text.strip(),
+                    score=score_answer(example.scorer, text, example.answers) if example.answers else None,
+                    kl=float(kl_divergence(predictions[0], logits).mean()),
+                    agreement=float(agree.mean()),
+                    first_token=bool(agree[0]),
+                    nll=None if golden is None else float(negative_log_likelihood(golden, gold).mean()),
+                    prompt=stats.prompt,
+                    rows=stats.rows,
+                    recomputed=stats.recomputed,
+                    ttft_s=arm.seconds,
+                )
+            )
+        return results
 
-    def arm(self, prompt: Prompt, policy: str, context: str, target: Target) -> ArmResult:
-        """Measure one prompt under one policy, against full computation's answer and predictions."""
-        # The answer before the scores: they would leave the whole prompt in a prefix cache.
-        done = self.engine.generate(prompt, self._sampling, policy=policy)
-        logits = self._predictions(prompt, target.own, policy)
-        return self._result(context, done, logits, self._gold_nll(prompt, policy, target.gold), target)
+    def _answers(self, prompts: Sequence[LinkedPrompt]) -> list[tuple[tuple[int, ...], bool]]:
+        """Greedy answers, all prompts a token at a time together, and whether each ended by itself."""
+        logits = [prompt.logits for prompt in prompts]
+        tokens: list[list[int]] = [[] for _ in prompts]
+        ended = [False] * len(prompts)
+        going = list(range(len(prompts)))
+        for left in reversed(range(self.settings.max_tokens)):
+            for i in going:
+                token = int(logits[i][-1].argmax())
+                ended[i] = token in self._ends
+                if not ended[i]:
+                    tokens[i].append(token)
+            going = [i for i in going if not ended[i]]
+            if not (going and left):
+                break
+            for i, row in zip(going, self.engine.extend([(prompts[i], tokens[i][-1:]) for i in going]), strict=True):
+                logits[i] = row
+        return [(tuple(t), e) for t, e in zip(tokens, ended, strict=True)]
 
-    def _predictions(self, prompt: Prompt, tokens: Sequence[int], policy: str) -> NDArray[np.float32]:
-        found: NDArray[np.float32] = self.engine.score(prompt, tokens, policy=policy).numpy()
-        return found
+    def _text(self, tokens: Sequence[int]) -> str:
+        detokenizer = Detokenizer(self.engine.tokenizer)
+        for token in tokens:
+            detokenizer.push(token)
+        detokenizer.finish()
+        return detokenizer.text
 
-    def _gold_nll(self, prompt: Prompt, policy: str, gold: tuple[int, ...]) -> float | None:
-        if not gold:
-            return None
-        return float(negative_log_likelihood(self._predictions(prompt, gold, policy), gold).mean())
-
-    @staticmethod
-    def _result(
-        context: str, done: Completion, logits: NDArray[np.float32], nll: float | None, target: Target
-    ) -> ArmResult:
-        agree = top1_agreement(target.logits, logits)
-        example, stats = target.example, done.stats
-        return ArmResult(
-            policy=stats.policy,
-            context=context,
-            answer=done.text.strip(),
-            score=score_answer(example.scorer, done.text, example.answers) if example.answers else None,
-            kl=float(kl_divergence(target.logits, logits).mean()),
-            agreement=float(agree.mean()),
-            first_token=bool(agree[0]),
-            nll=nll,
-            prompt=stats.prompt,
-            rows=stats.rows,
-            recomputed=stats.recomputed,
-            ttft_s=stats.times.first_token,
-        )
+    def _predictions(self, arms: Sequence[_Arm], tokens: Sequence[int]) -> list[NDArray[np.float32]]:
+        """Per arm the logits that predict the given tokens behind its prompt, ``(tokens, vocab)``."""
+        for arm in arms:
+            arm.linked.rewind()
+        behind = self.engine.extend([(arm.linked, tokens[:-1]) for arm in arms])
+        return [
+            torch.cat([arm.linked.logits.float().cpu(), rows]).numpy() for arm, rows in zip(arms, behind, strict=True)
+        ]

@@ -393,3 +393,33 @@ def test_a_loaded_model_stays_untouched() -> None:
         assert torch.equal(plain_logits(model, CHUNKS[2]), want)
     ours, theirs = dict(engine.decoder._model.named_parameters()), dict(model.named_parameters())
     assert all(ours[name] is theirs[name] for name in theirs)  # the weights are not copied
+
+
+def test_prompts_extended_together_predict_what_they_predict_alone() -> None:
+    """Ragged continuations in passes too small for them, against the untouched model on the joined ids."""
+    model = tiny("llama")
+    with make(model=model, rows_per_step=7, context="head", head=HEAD) as engine:
+        keys = engine.compile_many(CHUNKS)
+        prompts = [[HEAD, keys[0], QUESTION], [HEAD, *CHUNKS[:2], QUESTION], [QUESTION], [HEAD, keys[0], CHUNKS[1]]]
+        whole = [[*HEAD, *CHUNKS[0], *QUESTION], [*HEAD, *CHUNKS[0], *CHUNKS[1], *QUESTION], QUESTION]
+        whole.append([*HEAD, *CHUNKS[0], *CHUNKS[1]])
+        linked = [engine.link(prompt, policy="naive", room=12) for prompt in prompts]
+        tails = [_ids(n, 50 + n) for n in (9, 0, 12, 4)]
+        for _ in range(2):  # the second time after rewinding
+            halves = [engine.extend([(one, t[a:b]) for one, t in zip(linked, tails, strict=True)]) for a, b in HALVES]
+            assert [one.appended for one in linked] == [9, 0, 12, 4]
+            for one, before, tail, first, second in zip(linked, whole, tails, *halves, strict=True):
+                want = plain_logits(untouched(model), [*before, *tail])[len(before) - 1 :]
+                got = torch.cat([one.logits, first, second])
+                assert got.shape == want.shape
+                assert (got - want).abs().max() < 1e-4
+                one.rewind()
+        with pytest.raises(ConfigError, match="twice"):
+            engine.extend([(linked[0], [3]), (linked[0], [4])])
+        with pytest.raises(ConfigError, match="larger room"):
+            engine.extend([(linked[0], [3] * 13)])
+        with pytest.raises(ConfigError, match="another model's tokenizer"):
+            engine.extend([(linked[0], [10**6])])
+
+
+HALVES = ((0, 4), (4, None))

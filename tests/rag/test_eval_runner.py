@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from epic_engine import ConfigError, Engine
+from epic_engine import ConfigError, Engine, SamplingParams
 
 from epic_rag.errors import RagError
 from epic_rag.evaluation.example import EvalExample
@@ -48,7 +48,7 @@ def settings(*policies: str, contexts: tuple[str, ...] = ("isolated",), **option
 @pytest.fixture
 def calls(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counted: Counter[str] = Counter()
-    for name in ("generate", "score"):
+    for name in ("link",):
         real = getattr(engine, name)
 
         def counting(*args: Any, _real: Any = real, _name: str = name, **kwargs: Any) -> Any:
@@ -85,15 +85,49 @@ def test_recomputing_everything_is_full_and_less_is_not(engine: Engine) -> None:
 
 def test_full_on_compiled_chunks_equals_full_on_plain_tokens(engine: Engine) -> None:
     evaluation = Evaluation(engine, settings("full"))
-    example = EXAMPLES[0]
-    parts = [evaluation.composer.encode_chunk(text) for text in example.documents]
-    tail = evaluation.composer.tail_ids(example.question)
-    full, target = evaluation.reference([evaluation.composer.head_ids, *parts, tail], example, (5, 6))
-    linked = evaluation.link(evaluation.composer, parts, example, "isolated")
-    again = evaluation.arm([*linked, tail], "full", "isolated", target)
+    evaluation.arms.append(("full", "isolated"))
+    full, again = evaluation.measure(EXAMPLES[0]).arms
     assert again.kl < 1e-9
     assert again.agreement == 1
     assert again.answer == full.answer
+
+
+def test_answers_equal_those_of_generate(engine: Engine) -> None:
+    """All arms are decoded together; each must get the answer that it gets alone."""
+    evaluation = Evaluation(engine, settings("naive", "legolink:4", "query_aware:0.2", max_tokens=12))
+    for example in EXAMPLES:
+        composer = evaluation.composer
+        parts = [composer.encode_chunk(text) for text in example.documents]
+        tail = composer.tail_ids(example.question)
+        result = evaluation.measure(example)
+        linked = [*evaluation.link(composer, parts, example, "isolated"), tail]
+        for arm in result.arms:
+            sampling = SamplingParams(max_tokens=12, stop_token_ids=tuple(composer.stop_token_ids))
+            alone = engine.generate(linked, sampling, policy=arm.policy)
+            assert arm.answer == alone.text.strip()
+            assert (arm.rows, arm.recomputed) == (alone.stats.rows, alone.stats.recomputed) or arm.policy == "full"
+
+
+def test_neighbours_are_sought_in_the_whole_data_set(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    real = engine.compile_neighbours
+
+    def spy(chunks: Any, neighbours: Any, **options: Any) -> Any:
+        seen.extend(zip(chunks, neighbours, strict=True))
+        return real(chunks, neighbours, **options)
+
+    monkeypatch.setattr(engine, "compile_neighbours", spy)
+    evaluation = Evaluation(engine, settings("naive", contexts=("neighbours:1",)), embedder=BagOfWords())
+    lone = [
+        EvalExample("a", ("the price of a red tent is nine crowns",), "what?"),
+        EvalExample("b", ("the price of a blue tent is two crowns",), "what?"),
+        EvalExample("c", ("nobody swims in a quarry at night",), "what?"),
+    ]
+    evaluation.run(lone)
+    ids = [evaluation.composer.encode_chunk(e.documents[0]) for e in lone]
+    assert [(tuple(c), [tuple(n) for n in ns]) for c, ns in seen][:2] == [(ids[0], [ids[1]]), (ids[1], [ids[0]])]
+    assert tuple(seen[2][0]) == ids[2]
+    assert len(seen[2][1]) == 1
 
 
 def test_figures_against_the_untouched_model(engine: Engine) -> None:
@@ -131,12 +165,12 @@ def test_examples_with_the_same_documents_share_their_chunks(engine: Engine, mon
 def test_a_rerun_resumes_and_a_larger_limit_adds(engine: Engine, calls: Counter[str], tmp_path: Path) -> None:
     path = tmp_path / "deep" / "records.jsonl"
     first = Evaluation(engine, settings("naive")).run(EXAMPLES[:2], records=path)
-    assert calls == {"generate": 4, "score": 8}  # two arms; full's answer and the gold answer
+    assert calls == {"link": 4}  # two arms
     seen: list[tuple[int, int]] = []
     again = Evaluation(engine, settings("naive")).run(
         EXAMPLES[:3], records=path, progress=lambda *step: seen.append(step)
     )
-    assert calls == {"generate": 6, "score": 10}  # the third has no gold answer
+    assert calls == {"link": 6}
     assert again[:2] == first
     assert seen == [(2, 3), (3, 3)]
     assert len(path.read_text().splitlines()) == 1 + 3
@@ -163,6 +197,15 @@ def test_other_settings_are_refused(engine: Engine, tmp_path: Path, changed: Eva
     assert "--json" in str(caught.value)
 
 
+def test_more_examples_are_other_neighbours(engine: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    chosen = settings("naive", contexts=("neighbours:1",))
+    Evaluation(engine, chosen, embedder=BagOfWords()).run(EXAMPLES[:2], records=path)
+    with pytest.raises(RagError, match="corpus"):
+        Evaluation(engine, chosen, embedder=BagOfWords()).run(EXAMPLES[:3], records=path)
+    Evaluation(engine, chosen, embedder=BagOfWords()).run(EXAMPLES[:2], records=path)
+
+
 def test_ctrl_c_keeps_what_is_done(engine: Engine, calls: Counter[str], tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
 
@@ -176,7 +219,7 @@ def test_ctrl_c_keeps_what_is_done(engine: Engine, calls: Counter[str], tmp_path
     assert len(path.read_text().splitlines()) == 1 + 2
     calls.clear()
     assert len(Evaluation(engine, settings("naive")).run(EXAMPLES, records=path)) == 4
-    assert calls["generate"] == 4
+    assert calls["link"] == 4
 
 
 def test_a_torn_line_is_measured_again_and_a_foreign_file_refused(
@@ -189,7 +232,7 @@ def test_a_torn_line_is_measured_again_and_a_foreign_file_refused(
         path.write_bytes(whole[:-cut])
         calls.clear()
         Evaluation(engine, settings("naive")).run(EXAMPLES[:2], records=path)
-        assert calls["generate"] == 2
+        assert calls["link"] == 2
         assert json.loads(path.read_text().splitlines()[0])["settings"]["dataset"] == "tiny"
     for foreign in (b"hello\nworld\n", b'{"a": 1}\n', whole + b"{}\n"):
         path.write_bytes(foreign)
