@@ -25,6 +25,7 @@ from epic_rag.console import (
     ttft_table,
 )
 from epic_rag.evaluation.command import evaluate
+from epic_rag.evaluation.tune_command import tune_store
 
 if TYPE_CHECKING:
     from epic_engine import Engine, FileStore
@@ -44,8 +45,13 @@ StoreOption = Annotated[Path, typer.Option("--store", help="Directory of documen
 ModelOption = Annotated[
     str, typer.Option("--model", help="Folder, hub id, .gguf file or 'smollm2'.", envvar="EPIC_RAG_MODEL")
 ]
-PolicyOption = Annotated[str, typer.Option("--policy", help="Link policy, e.g. full, naive, legolink:16.")]
-ContextOption = Annotated[str | None, typer.Option("--context", help="Compile context: isolated, sink:n or head.")]
+PolicyOption = Annotated[
+    str, typer.Option("--policy", help="Link policy, e.g. full, naive, legolink:16; auto is the store's own.")
+]
+ContextOption = Annotated[
+    str,
+    typer.Option("--context", help="Compile context: isolated, sink:n, head, neighbours:n; auto is the store's own."),
+]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 KOption = Annotated[int, typer.Option("--k", "-k", min=1, help="Chunks to retrieve.")]
@@ -97,7 +103,7 @@ def ingest(
     paths: Annotated[list[Path], typer.Argument(help="Files and folders.")],
     store: StoreOption,
     model: ModelOption = "smollm2",
-    context: ContextOption = None,
+    context: ContextOption = "auto",
     max_chunk_tokens: Annotated[int, typer.Option(help="Longest chunk in tokens.")] = 384,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -129,8 +135,8 @@ def ask(
     question: Annotated[str, typer.Argument(help="In words.")],
     store: StoreOption,
     model: ModelOption = "smollm2",
-    policy: PolicyOption = "legolink:16",
-    context: ContextOption = None,
+    policy: PolicyOption = "auto",
+    context: ContextOption = "auto",
     k: KOption = 5,
     max_tokens: TokensOption = 200,
     device: DeviceOption = "auto",
@@ -176,8 +182,8 @@ def ask(
 def chat(
     store: StoreOption,
     model: ModelOption = "smollm2",
-    policy: PolicyOption = "legolink:16",
-    context: ContextOption = None,
+    policy: PolicyOption = "auto",
+    context: ContextOption = "auto",
     k: KOption = 4,
     max_tokens: TokensOption = 200,
     device: DeviceOption = "auto",
@@ -217,8 +223,8 @@ def demo(
     model: ModelOption = "smollm2",
     questions: Annotated[int, typer.Option(min=1, help="Questions to ask.")] = 6,
     k: KOption = 8,
-    policy: PolicyOption = "legolink:16",
-    context: ContextOption = "neighbours:1",
+    policy: PolicyOption = "auto",
+    context: ContextOption = "auto",
 ) -> None:
     """Ingest a real corpus, ask several questions, and time the first token three ways."""
     from epic_rag import demo as demonstration
@@ -290,6 +296,7 @@ def doctor(
 
 
 app.command("eval")(evaluate)
+app.command("tune")(tune_store)
 
 
 def _files(store: Path) -> tuple[Registry, FileStore]:
@@ -329,10 +336,12 @@ def store_stats(store: StoreOption, as_json: JsonOption = False) -> None:
     registry, chunks = _files(store)
     with registry, contextlib.closing(chunks):
         compiled = list(chunks.entries())
+        contexts = sorted({c.context for c in compiled})
         facts = {
             **registry.counts(),
             "compiled_chunks": len(compiled),
             "kv_bytes": sum(c.nbytes for c in compiled),
+            **{f"kv_bytes {c}": sum(x.nbytes for x in compiled if x.context == c) for c in contexts},
             "models": len({c.fingerprint for c in compiled}),
         }
     if as_json:
@@ -375,16 +384,20 @@ def store_rm(
 ) -> None:
     """Forget documents and the KV that no other document shares."""
     registry, chunks = _files(store)
-    from epic_engine import ChunkKey
+    from epic_engine.chunks import content_digest
 
     with registry, contextlib.closing(chunks):
+        namespaces = {c.namespace for c in chunks.entries()}
         for given in doc_ids:
             # Files are known by their absolute paths; a relative one means the same file.
             path = Path(given).absolute().as_posix()
             doc_id = path if given not in registry and path in registry else given
-            freed = registry.delete_document(doc_id)
-            chunks.delete([ChunkKey(key) for key in freed if not registry.reference_count(key)])
-            out.print(f"forgot {doc_id}: {len(freed)} compiled chunks freed", highlight=False, markup=False)
+            records = registry.chunks(doc_id) if doc_id in registry else []
+            freed = {key for key in registry.delete_document(doc_id) if not registry.reference_count(key)}
+            # What was compiled behind the text that goes must go, too.
+            contents = [content_digest(r.token_ids) for r in records if r.key in freed]
+            count = sum(chunks.erase(namespace, contents) for namespace in namespaces)
+            out.print(f"forgot {doc_id}: {count} compiled chunks freed", highlight=False, markup=False)
 
 
 def _bench_engine(model: str, device: str, dtype: str) -> Engine:

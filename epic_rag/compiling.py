@@ -7,24 +7,18 @@ chunk is known on this side: those whose embeddings are nearest.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-import numpy as np
 from epic_engine import ChunkKey, CompileContext, ConfigError, Engine
 
+from epic_rag.neighbours import Pool, choose_neighbours
 from epic_rag.prompt import PromptComposer
 from epic_rag.retrieval import Embedder, Vectors
 
-__all__ = ["ContextName", "Pool", "compile_chunks", "nearest", "parse_context_name"]
+__all__ = ["ContextName", "compile_chunks", "parse_context_name"]
 
 Progress = Callable[[int, int], None]
 ContextName = tuple[str, int]
 """Name of a compile context and its number: ``("neighbours", 1)``, ``("sink", 4)``, ``("head", 0)``."""
-
-# Rows of the similarity matrix made at a time.
-_BLOCK = 1024
-# The nearest chunks of a chunk are its own copies; so many are looked past.
-_COPIES = 8
 
 
 def parse_context_name(text: str) -> ContextName:
@@ -44,56 +38,6 @@ def parse_context_name(text: str) -> ContextName:
             return name, int(argument)
         raise ConfigError(f"context={text!r} needs a number from 1 to {most}, as in '{name}:1'.")
     raise ConfigError(f"unknown compile context {text!r}: use 'isolated', 'sink:n', 'head' or 'neighbours:n'.")
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Chunks that may become neighbours.
-
-    Attributes
-    ----------
-    vectors
-        Unit vectors ``(n, dim)``.
-    resolve
-        Token ids of the chunks at the given places; asked for candidates only.
-    """
-
-    vectors: Vectors
-    resolve: Callable[[Sequence[int]], Sequence[Sequence[int]]]
-
-
-def nearest(ids: Sequence[Sequence[int]], vectors: Vectors, pool: Pool, count: int) -> list[list[tuple[int, ...]]]:
-    """For each chunk the nearest chunks of a pool, without itself and its copies.
-
-    Parameters
-    ----------
-    ids, vectors
-        Token ids and unit vectors ``(len(ids), dim)`` of the chunks.
-    pool
-        Chunks that may become neighbours; may hold the chunks themselves.
-    count
-        Neighbours per chunk.
-
-    Returns
-    -------
-    list of list of tuple of int
-        Token ids of the neighbours, nearest last: next to the chunk.
-    """
-    size = len(pool.vectors)
-    width = min(size, count + _COPIES)
-    ranked: list[list[int]] = []
-    for start in range(0, len(ids), _BLOCK):
-        scores = np.asarray(vectors[start : start + _BLOCK]) @ np.asarray(pool.vectors).T
-        for row in scores:
-            near = np.argpartition(-row, width - 1)[:width] if width < size else np.arange(size)
-            ranked.append(near[np.argsort(-row[near], kind="stable")].tolist())
-    wanted = sorted({index for order in ranked for index in order})
-    tokens = {index: tuple(t) for index, t in zip(wanted, pool.resolve(wanted), strict=True)}
-    found: list[list[tuple[int, ...]]] = []
-    for own, order in zip(ids, ranked, strict=True):
-        others = dict.fromkeys(tokens[index] for index in order if tokens[index] != tuple(own))
-        found.append(list(others)[:count][::-1])
-    return found
 
 
 def compile_chunks(
@@ -145,7 +89,8 @@ def compile_chunks(
         if embedder is None:
             raise ConfigError(f"context={context!r} needs an embedder to choose the neighbours.")
         vectors = embedder.embed(texts)
-    chosen = nearest(ids, vectors, pool or Pool(vectors, lambda places: [ids[i] for i in places]), number)
+    pool = pool or Pool(texts, vectors, lambda places: [ids[i] for i in places])
+    chosen = choose_neighbours(ids, texts, vectors, pool, number)
     room = engine.max_model_len - len(behind)
     fitting = [_fit(own, others, room) for own, others in zip(ids, chosen, strict=True)]
     return engine.compile_neighbours(ids, fitting, head=behind, progress=progress)

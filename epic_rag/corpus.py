@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from epic_engine import ChunkKey, CompileContext, CompileEstimate, Engine
+from epic_engine.compiler import pack
 
-from epic_rag.compiling import Pool, compile_chunks, parse_context_name
+from epic_rag.compiling import compile_chunks, parse_context_name
 from epic_rag.ingest import PendingDocument
+from epic_rag.neighbours import FormIndex, Pool
 from epic_rag.prompt import PromptComposer
-from epic_rag.registry import Registry
-from epic_rag.retrieval import Vectors
+from epic_rag.registry import ChunkRecord, Registry
+from epic_rag.retrieval import Embedder, Vectors
 
 __all__ = ["CorpusCompiler", "frozen_head"]
 
@@ -29,6 +32,8 @@ class CorpusCompiler:
         Of the directory.
     context
         ``"isolated"``, ``"sink:n"``, ``"head"`` or ``"neighbours:n"``.
+    keep_head_forms
+        Whether forms without neighbours are kept beside those with.
 
     Attributes
     ----------
@@ -38,12 +43,22 @@ class CorpusCompiler:
         Token ids that chunks are compiled behind; empty where the context has no head.
     """
 
-    def __init__(self, engine: Engine, registry: Registry, composer: PromptComposer, context: str) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        registry: Registry,
+        composer: PromptComposer,
+        context: str,
+        *,
+        keep_head_forms: bool = True,
+    ) -> None:
         self.name = context
+        self.keep_head_forms = keep_head_forms
         self.head = frozen_head(context, registry, composer)
         self._engine = engine
         self._registry = registry
         self._composer = composer
+        self._forms = FormIndex()
 
     @property
     def wants_neighbours(self) -> bool:
@@ -75,6 +90,38 @@ class CorpusCompiler:
         forms = self._engine.forms(token_ids) if key is not None else []
         return next((f.key for f in reversed(forms) if f.context == self.name), None)
 
+    def _is_current(self, token_ids: Sequence[int], key: ChunkKey) -> bool:
+        """Whether a chunk of this key is there and compiled in this context, as far as it has neighbours."""
+        if not self._engine.has(key):
+            return False
+        if not self.wants_neighbours:
+            return key == self._engine.key_of(token_ids, self.plain_context())
+        return self._linked_form(token_ids) == key
+
+    def _forget_other_forms(self, chunks: Sequence[Sequence[int]], keys: Sequence[ChunkKey]) -> None:
+        """Forget all forms of chunks but the given ones, and those without neighbours if they are kept."""
+        stale: list[ChunkKey] = []
+        for ids, key in zip(chunks, keys, strict=True):
+            keep = {key}
+            if self.wants_neighbours:
+                keep.add(self._engine.key_of(ids, self.plain_context()))
+            stale += [form.key for form in self._engine.forms(ids) if form.key not in keep]
+        self._engine.forget(stale)
+
+    def tidy(self) -> int:
+        """Forget forms without neighbours of chunks that have one with, unless they are kept; returns how many."""
+        if self.keep_head_forms or not self.wants_neighbours:
+            return 0
+        mine = [e for e in self._engine.store.entries() if self._engine.has(e.key)]
+        linked = {e.content for e in mine if e.depends}
+        plain = self.plain_context()
+        spare = [
+            e.key
+            for e in mine
+            if not e.depends and e.content in linked and e.key == self._engine.key_of(e.token_ids, plain)
+        ]
+        return self._engine.forget(spare)
+
     def pool(self, pending: Sequence[PendingDocument], vectors: Sequence[Vectors]) -> Pool | None:
         """Everything that may become a neighbour: what is being added and what is there; None if none is wanted.
 
@@ -98,11 +145,15 @@ class CorpusCompiler:
             records = {r.chunk_id: r.token_ids for r in self._registry.chunks_by_id(there)}
             return [new[i] if i < len(new) else records[known[i - len(new)]] for i in places]
 
-        return Pool(np.concatenate([*vectors, matrix]) if known else np.concatenate(vectors), resolve)
+        texts = [text for p in pending for text in p.texts]
+        texts += self._registry.texts(known)
+        everything = np.concatenate([*vectors, matrix]) if known else np.concatenate(vectors)
+        return Pool(texts, everything, resolve, self._forms)
 
     def compile(
         self,
         ids: Sequence[tuple[int, ...]],
+        texts: Sequence[str],
         vectors: Vectors,
         pool: Pool | None,
         progress: Callable[[int, int], None] | None,
@@ -111,8 +162,8 @@ class CorpusCompiler:
 
         Parameters
         ----------
-        ids, vectors
-            Token ids and embeddings of the chunks.
+        ids, texts, vectors
+            Token ids, texts and embeddings of the chunks.
         pool
             From :meth:`pool`.
         progress
@@ -127,7 +178,7 @@ class CorpusCompiler:
             made = compile_chunks(
                 self._engine,
                 chunks,
-                [""] * len(chunks),
+                [texts[i] for i in todo],
                 self.name,
                 composer=self._composer,
                 head=self.head,
@@ -137,6 +188,65 @@ class CorpusCompiler:
             )
             keys.update(zip(chunks, made, strict=True))
         return [keys[own] for own in ids]
+
+    def restore(self, embedder: Embedder) -> int:
+        """Compile again what the store has lost, or what fell back when a neighbour went; returns how many were."""
+        keys = self._registry.all_keys()
+        held = self._engine.store.known([ChunkKey(key) for key in keys])
+        missing = [key for key in keys if ChunkKey(key) not in held]
+        if not missing:
+            return 0
+        records = self._registry.chunks_by_key(missing)
+        texts = [r.text for r in records]
+        made = self.compile([r.token_ids for r in records], texts, embedder.embed(texts), self.pool([], []), None)
+        for record, key in zip(records, made, strict=True):
+            if key.hex != record.key:
+                self._registry.update_key(record.key, key.hex)
+        return len(records)
+
+    def recompile(self, progress: Callable[[int, int], None] | None = None) -> int:
+        """Compile every chunk in this context and forget its other forms.
+
+        Each batch is durable before the next, so a repeated call goes on where an interrupted one stopped.
+
+        Parameters
+        ----------
+        progress
+            Called with tokens done and tokens to do.
+
+        Returns
+        -------
+        int
+            Chunks whose form changed.
+        """
+        records: dict[tuple[int, ...], list[ChunkRecord]] = defaultdict(list)
+        for record in self._registry.chunks_by_key(self._registry.all_keys()):
+            records[record.token_ids].append(record)
+        todo = [i for i, found in records.items() if not all(self._is_current(i, ChunkKey(r.key)) for r in found)]
+        if not todo:
+            return 0
+        known, vectors = self._registry.embeddings()
+        rows = {chunk_id: row for row, chunk_id in enumerate(known)}
+        pool = self.pool([], [])
+        total, done, changed = sum(map(len, todo)), 0, 0
+        if progress:
+            progress(0, total)
+        for batch in pack([len(ids) for ids in todo], self._engine.config.rows_per_step):
+            group = [todo[i] for i in batch]
+            first = [records[ids][0] for ids in group]
+            near = vectors[[rows[r.chunk_id] for r in first]]
+            keys = self.compile(group, [r.text for r in first], near, pool, None)
+            for ids, key in zip(group, keys, strict=True):
+                old = {r.key for r in records[ids]} - {key.hex}
+                changed += bool(old)
+                for one in old:
+                    self._registry.update_key(one, key.hex)
+            self._forget_other_forms(group, keys)
+            done += sum(map(len, group))
+            if progress:
+                progress(done, total)
+        self.tidy()
+        return changed
 
 
 def frozen_head(context: str, registry: Registry, composer: PromptComposer) -> tuple[int, ...]:

@@ -118,7 +118,7 @@ def run_question(rag: EpicRAG, question: str, expected: Sequence[str], *, k: int
     keys = [rag.key_of(record) for record in records]
     prompt: list[Any] = [rag.head_key(), *keys, tail]
     ids = [t for part in (head, *parts, tail) for t in part]
-    linked = statistics.median(timer.linked(prompt, str(rag.engine.policy))[0] for _ in range(3))
+    linked = statistics.median(timer.linked(prompt, str(rag.policy))[0] for _ in range(3))
     prefix = timer.linked([tuple(ids)], "prefix")[0]
     full = timer.plain(ids)
     return DemoAnswer(question, answer, tuple(expected), linked, prefix, full)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,11 +22,13 @@ from epic_engine import (
     LinkPolicy,
     SamplingParams,
     Stream,
+    parse_policy,
 )
 
 from epic_rag.answers import Answer, AnswerStream, Source
 from epic_rag.chunking import Chunker, ChunkingConfig
 from epic_rag.corpus import CorpusCompiler
+from epic_rag.defaults import AUTO, LinkDefaults, load_defaults, save_defaults
 from epic_rag.documents import Document, content_hash
 from epic_rag.ingest import IngestReport, Item, PendingDocument, Progress, batches, read_items
 from epic_rag.prompt import PromptComposer
@@ -54,6 +57,7 @@ class EpicRAG:
         composer: PromptComposer,
         chunker: Chunker,
         compiler: CorpusCompiler,
+        policy: LinkPolicy,
         *,
         owns_engine: bool,
     ) -> None:
@@ -62,8 +66,9 @@ class EpicRAG:
         self.registry = registry
         self.composer = composer
         self.compiler = compiler
+        self.policy = policy
+        self.embedder = embedder
         self.retriever: Retriever = FaissRetriever(embedder)
-        self._embedder = embedder
         self._chunker = chunker
         self._owns_engine = owns_engine
         self._indexed_at = -1
@@ -79,7 +84,9 @@ class EpicRAG:
         embedder: Embedder | None = None,
         chunking: ChunkingConfig | None = None,
         system_prompt: str | None = None,
-        context: str | None = None,
+        context: str = AUTO,
+        policy: str | LinkPolicy = AUTO,
+        keep_head_forms: bool = True,
         **engine_options: Any,
     ) -> Self:
         """Open a directory of documents, making it if need be.
@@ -97,9 +104,15 @@ class EpicRAG:
         system_prompt
             Replaces the default one.
         context
-            Compile context (``"isolated"``, ``"sink:n"``, ``"head"``, ``"neighbours:n"``). For the last two the
-            head in use when the directory was first opened with one of them is kept for good, so that a changed
-            system prompt does not invalidate the corpus.
+            Compile context (``"isolated"``, ``"sink:n"``, ``"head"``, ``"neighbours:n"``); ``"auto"`` is what
+            ``epic-rag tune`` chose for this directory, or else
+            :data:`~epic_rag.defaults.BUILT_IN`. For the last two the head in use when the directory was first opened
+            with one of them is kept for good, so that a changed system prompt does not invalidate the corpus.
+        policy
+            Link policy of questions that name none; ``"auto"`` as for ``context``.
+        keep_head_forms
+            Whether the KV that a chunk falls back to when its neighbour is deleted is kept. Without it a corpus
+            compiled with neighbours takes half the disk, and adding documents compiles their neighbours once more.
         **engine_options
             Passed to :class:`~epic_engine.Engine`.
 
@@ -132,13 +145,21 @@ class EpicRAG:
                 engine.tokenizer,
                 count_tokens=lambda text: len(composer.tokenizer.encode_text(text)),
             )
-            compiler = CorpusCompiler(engine, registry, composer, context or engine.config.context)
+            defaults = load_defaults(registry, engine.fingerprint)
+            compiler = CorpusCompiler(
+                engine,
+                registry,
+                composer,
+                defaults.context if context == AUTO else context,
+                keep_head_forms=keep_head_forms,
+            )
+            chosen = parse_policy(defaults.policy if policy == AUTO else policy)
         except BaseException:
             registry.close()
             if owns and engine is not None:
                 engine.close()
             raise
-        return cls(root, engine, registry, embedder, composer, chunker, compiler, owns_engine=owns)
+        return cls(root, engine, registry, embedder, composer, chunker, compiler, chosen, owns_engine=owns)
 
     # -- ingestion ---------------------------------------------------------------------------------------------
 
@@ -190,6 +211,7 @@ class EpicRAG:
         self._store(pending, progress)
         if pending or self._fell_back:
             self.refresh()
+        self.compiler.tidy()
         report.chunks, report.tokens = len(chunks), sum(len(ids) for ids in chunks)
         report.seconds = time.perf_counter() - begin
         return report
@@ -221,11 +243,12 @@ class EpicRAG:
         if progress:
             progress("compile", 0, total)
         groups = list(batches(pending, self.engine.config.rows_per_step))
-        vectors = [self._embedder.embed([t for p in group for t in p.texts]) for group in groups]
+        vectors = [self.embedder.embed([t for p in group for t in p.texts]) for group in groups]
         pool = self.compiler.pool(pending, vectors)
         for group, matrix in zip(groups, vectors, strict=True):
             ids = [i for p in group for i in p.ids]
-            keys = self.compiler.compile(ids, matrix, pool, _shifted(progress, done, total)) if ids else []
+            texts = [t for p in group for t in p.texts]
+            keys = self.compiler.compile(ids, texts, matrix, pool, _shifted(progress, done, total)) if ids else []
             at = 0
             for p in group:
                 self._register(p, keys[at : at + len(p.ids)], matrix[at : at + len(p.ids)])
@@ -252,18 +275,36 @@ class EpicRAG:
         int
             Chunks compiled.
         """
-        held = self.engine.store.known([ChunkKey(key) for key in self.registry.all_keys()])
-        missing = [k for k in self.registry.all_keys() if ChunkKey(k) not in held]
         self._fell_back = False
-        if not missing:
-            return 0
-        records = self.registry.chunks_by_key(missing)
-        vectors = self._embedder.embed([r.text for r in records])
-        keys = self.compiler.compile([r.token_ids for r in records], vectors, self.compiler.pool([], []), None)
-        for record, key in zip(records, keys, strict=True):
-            if key.hex != record.key:
-                self.registry.update_key(record.key, key.hex)
-        return len(records)
+        return self.compiler.restore(self.embedder)
+
+    def use(self, defaults: LinkDefaults, *, progress: Progress | None = None) -> int:
+        """Make a policy and a compile context this directory's default, and compile what is not compiled so.
+
+        Parameters
+        ----------
+        defaults
+            From :meth:`Tuning.defaults <epic_rag.evaluation.tuning.Tuning.defaults>`, for instance.
+        progress
+            See :data:`Progress`.
+
+        Returns
+        -------
+        int
+            Chunks compiled anew. An interrupted call goes on where it stopped when it is repeated.
+
+        Raises
+        ------
+        ConfigError
+            If the policy or the context is unknown.
+        """
+        policy = parse_policy(defaults.policy)
+        compiler = CorpusCompiler(
+            self.engine, self.registry, self.composer, defaults.context, keep_head_forms=self.compiler.keep_head_forms
+        )
+        save_defaults(self.registry, self.engine.fingerprint, defaults)
+        self.policy, self.compiler = policy, compiler
+        return compiler.recompile(progress and partial(progress, "compile"))
 
     def _erase(self, records: Sequence[ChunkRecord], freed: Sequence[str]) -> None:
         """Forget the KV of text that no document has any more, and of chunks that saw it while they were compiled."""
@@ -322,7 +363,7 @@ class EpicRAG:
         k
             Chunks to retrieve.
         policy
-            Link policy; None takes the engine's default.
+            Link policy; None takes this directory's (see :meth:`open`).
         sampling
             How to draw tokens; greedy with at most 200 tokens by default.
         sources
@@ -373,7 +414,7 @@ class EpicRAG:
                 self.key_of(s) if isinstance(s, ChunkRecord) else s for s in segments
             ]
             prompt[0] = self.head_key()
-            return self.engine.stream(prompt, params, policy=policy)
+            return self.engine.stream(prompt, params, policy=self.policy if policy is None else policy)
 
         return AnswerStream(start, tuple(found), tokenised)
 

@@ -240,6 +240,11 @@ class Registry:
             found.extend(chunk_from_row(row) for row in rows)
         return found
 
+    def texts(self, ids: Sequence[str]) -> list[str]:
+        """Return the texts of chunks, in the order of their ids."""
+        found = dict(self._rows("SELECT chunk_id, text FROM chunks"))
+        return [found[chunk_id] for chunk_id in ids]
+
     def embeddings(self) -> tuple[list[str], npt.NDArray[np.float32]]:
         """Return all chunk ids and their embeddings, sorted by document id and place.
 

@@ -26,6 +26,11 @@ class EvalExample:
         Accepted answers, the first of them the gold answer whose likelihood is measured; may be empty.
     system
         System prompt of this request; None takes the default. Documents are compiled under the default either way.
+    corpus
+        Names the store that the documents come from. Examples of one store share their documents: a chunk's
+        neighbours are sought among them all.
+    others
+        Further documents of that store, which were not retrieved.
     scorer
         Name in :data:`epic_rag.evaluation.metrics.SCORERS`.
     group
@@ -38,6 +43,8 @@ class EvalExample:
     question: str
     answers: tuple[str, ...] = ()
     system: str | None = None
+    corpus: str = ""
+    others: tuple[str, ...] = ()
     scorer: str = "f1"
     group: Mapping[str, str] = field(default_factory=dict)
 
@@ -45,4 +52,5 @@ class EvalExample:
     def digest(self) -> str:
         """Digest of everything that a measurement depends on."""
         parts = [self.example_id, self.documents, self.question, self.answers, self.system, self.scorer]
+        parts += [self.corpus, self.others] if self.corpus or self.others else []
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

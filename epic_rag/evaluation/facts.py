@@ -1,4 +1,4 @@
-"""Facts of one form with different values, as templated records hold them: prices, passcodes, contacts, hours."""
+"""Facts of one form with different values, as templated records hold them: prices, passcodes, rooms, contacts."""
 
 from __future__ import annotations
 
@@ -69,30 +69,31 @@ FORMS = (
         lambda rng: str(rng.randrange(1000, 10000)),
     ),
     FactForm(
+        "code",
+        "The code for {place} is {value}.",
+        "What is the code for {place}?",
+        lambda rng: str(rng.randrange(1000, 10000)),
+    ),
+    FactForm(
         "price",
-        "The {place} hotel costs {value} euros a night.",
-        "How much does the {place} hotel cost a night?",
-        lambda rng: str(rng.randrange(41, 400)),
+        "The price for {place} is {value}.",
+        "What is the price for {place}?",
+        lambda rng: str(rng.randrange(100, 1000)),
+    ),
+    FactForm(
+        "room",
+        "The meeting in {place} is in room {value}.",
+        "In which room is the meeting in {place}?",
+        lambda rng: str(rng.randrange(100, 1000)),
     ),
     FactForm(
         "contact",
-        "The contact for the {place} branch is {value}.",
-        "Who is the contact for the {place} branch?",
-        lambda rng: rng.choice(_PEOPLE),
-    ),
-    FactForm(
-        "hours",
-        "The opening time of the {place} museum is {value}.",
-        "What is the opening time of the {place} museum?",
-        lambda rng: f"{rng.randrange(6, 12)}:{rng.randrange(5, 60, 5):02d}",
-    ),
-    FactForm(
-        "name",
-        "The owner of the {place} shop is {value}.",
-        "Who is the owner of the {place} shop?",
+        "The contact for {place} is {value}.",
+        "Who is the contact for {place}?",
         lambda rng: rng.choice(_PEOPLE),
     ),
 )
 """All forms. Values are short and stand close to what they belong to: wordier sentences, such as "the cat of the
-train station in Porto is called Domino", are beyond a model of a hundred million parameters even without any linking.
+train station in Porto is called Domino" or "the {place} hotel costs {value} euros a night", are beyond a model of a
+hundred million parameters even without any linking.
 """

@@ -7,6 +7,9 @@
 ``order``      a ``templated`` example's documents in four orders: the answer should not change
 ``tenants``    a ``templated`` example under four system prompts: the documents stay compiled as they were
 =============  =====================================================================================================
+
+Every example of ``needle`` and ``templated`` has a store of its own that holds as many documents again, of the same
+kind: what a chunk meets while it is compiled need not be in the prompt.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ NEEDLE_LENGTHS = (500, 1000, 2000)
 NEEDLE_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _NEEDLE_DOCUMENT = 250
 _CHUNKS = (5, 8)
-_CHUNK_TOKENS = (100, 250)
+_CHUNK_TOKENS = (90, 160)
 _FEWSHOT_ORDERS = 3
 _ORDERS = 4
 _FEWSHOT_SYSTEM = "Learn the task from the examples in the documents. Answer with one word."
@@ -54,27 +57,36 @@ def _needle(index: int, seed: int, count: CountTokens, lengths: tuple[int, ...])
     cells = [(length, depth) for depth in NEEDLE_DEPTHS for length in lengths]
     length, depth = cells[index % len(cells)]
     form = rng.choice(FORMS)
-    sentences = Filler(rng, count).sentences(length)
+    filler = Filler(rng, count)
+    sentences = filler.sentences(length)
     fact = form.facts(rng, 1, _words(sentences))[0]
     ends = list(accumulate(map(count, sentences), initial=0))
     sentences.insert(min(range(len(ends)), key=lambda i: abs(ends[i] - depth * ends[-1])), fact.sentence)
+    documents = _documents(sentences, count)
+    place = next(i for i, document in enumerate(documents, start=1) if fact.sentence in document)
+    return EvalExample(
+        f"needle-{index}",
+        documents,
+        fact.question,
+        (fact.answer,),
+        corpus=f"needle-{seed}-{index}",
+        others=_documents(filler.sentences(length), count),
+        scorer="contains",
+        group={"length": str(length), "depth": f"{depth:g}", "form": form.name, "place": str(place)},
+    )
+
+
+def _documents(sentences: Sequence[str], count: CountTokens) -> tuple[str, ...]:
+    """Sentences as documents of about 250 tokens each."""
     documents: list[list[str]] = []
-    used = length
+    used = 0
     for sentence in sentences:
         if used >= _NEEDLE_DOCUMENT or not documents:
             documents.append([])
             used = 0
         documents[-1].append(sentence)
         used += count(sentence)
-    place = next(i for i, document in enumerate(documents, start=1) if fact.sentence in document)
-    return EvalExample(
-        f"needle-{index}",
-        tuple(" ".join(document) for document in documents),
-        fact.question,
-        (fact.answer,),
-        scorer="contains",
-        group={"length": str(length), "depth": f"{depth:g}", "form": form.name, "place": str(place)},
-    )
+    return tuple(" ".join(document) for document in documents)
 
 
 def _templated(index: int, seed: int, count: CountTokens, lengths: tuple[int, ...]) -> EvalExample:
@@ -84,16 +96,18 @@ def _templated(index: int, seed: int, count: CountTokens, lengths: tuple[int, ..
     filler = Filler(rng, count)
     # The fact comes on top of the prose.
     room = count(form.sentence) + 4
-    texts = [filler.sentences(rng.randint(*_CHUNK_TOKENS) - room) for _ in range(chunks)]
-    facts = form.facts(rng, chunks, _words([s for text in texts for s in text]))
+    texts = [filler.sentences(rng.randint(*_CHUNK_TOKENS) - room) for _ in range(2 * chunks)]
+    facts = form.facts(rng, len(texts), _words([s for text in texts for s in text]))
     for text, fact in zip(texts, facts, strict=True):
         text.insert(rng.randint(0, len(text)), fact.sentence)
     asked = rng.randrange(chunks)
     return EvalExample(
         f"templated-{index}",
-        tuple(" ".join(text) for text in texts),
+        tuple(" ".join(text) for text in texts[:chunks]),
         facts[asked].question,
         (facts[asked].answer,),
+        corpus=f"templated-{seed}-{index}",
+        others=tuple(" ".join(text) for text in texts[chunks:]),
         scorer="contains",
         group={"form": form.name, "chunks": str(chunks), "place": str(asked + 1)},
     )

@@ -23,13 +23,14 @@ from epic_engine.detokenizer import Detokenizer
 from epic_engine.errors import ConfigError, ContextLengthError
 from numpy.typing import NDArray
 
-from epic_rag.compiling import Pool, compile_chunks, parse_context_name
+from epic_rag.compiling import parse_context_name
 from epic_rag.errors import RagError
 from epic_rag.evaluation.example import EvalExample
 from epic_rag.evaluation.metrics import kl_divergence, negative_log_likelihood, score_answer, top1_agreement
 from epic_rag.evaluation.records import ArmResult, ExampleResult, RecordFile
+from epic_rag.evaluation.stores import DataSetStores, DocumentStore
 from epic_rag.prompt import PromptComposer
-from epic_rag.retrieval import Embedder, Vectors
+from epic_rag.retrieval import Embedder
 
 __all__ = ["EvalSettings", "Evaluation"]
 
@@ -81,8 +82,9 @@ class Evaluation:
     settings
         What is compared.
     embedder
-        For compile contexts that look for similar chunks. They are sought among the documents of all examples, as in
-        a store that holds them all.
+        For compile contexts that look for similar chunks.
+    store
+        Where documents are compiled; by default the stores that the data set speaks of.
 
     Raises
     ------
@@ -90,25 +92,30 @@ class Evaluation:
         If a policy or context is unknown, nothing is to be compared, or neighbours are asked for without embedder.
     """
 
-    def __init__(self, engine: Engine, settings: EvalSettings, *, embedder: Embedder | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: EvalSettings,
+        *,
+        embedder: Embedder | None = None,
+        store: DocumentStore | None = None,
+    ) -> None:
         if engine.tokenizer is None:
             raise ConfigError("an evaluation asks questions in words: pass tokenizer=… to Engine().")
         if not settings.contexts:
             raise ConfigError("there is no compile context to compare: name at least one, such as 'isolated'.")
         self.engine = engine
         self.settings = settings
-        self.composer = PromptComposer(engine.tokenizer)
+        self.store = store or DataSetStores(engine, PromptComposer(engine.tokenizer), embedder)
+        self.composer = self.store.composer
         self._composers: dict[str | None, PromptComposer] = {None: self.composer}
-        self._embedder = embedder
         self._ends = frozenset(self.composer.stop_token_ids) | engine.spec.end_ids
         policies = list(dict.fromkeys(str(parse_policy(p)) for p in settings.policies))
         alone = [p for p in policies if p != "full" and parse_policy(p).caches_prompt]
         linked = [p for p in policies if p != "full" and p not in alone]
         contexts = dict.fromkeys(settings.contexts)
         self._wants_neighbours = any(parse_context_name(c)[0] == "neighbours" for c in contexts)
-        self._texts: dict[str, int] = {}
-        self._vectors: Vectors = np.empty((0, 0), np.float32)
-        if embedder is None and self._wants_neighbours:
+        if store is None and embedder is None and self._wants_neighbours:
             raise ConfigError("neighbours are chosen by their embeddings: pass embedder=… to Evaluation().")
         self.arms: list[tuple[str, str]] = [("full", ""), *((p, "") for p in alone)]
         """Pairs of policy and context; an empty context where compiled chunks are not used."""
@@ -183,7 +190,7 @@ class Evaluation:
         if progress:
             progress(len(found), len(examples))
         if pending:
-            self._gather(examples)
+            self.store.gather(examples)
         try:
             for number, example in enumerate(pending):
                 result = found[example.digest] = self.measure(example)
@@ -198,23 +205,11 @@ class Evaluation:
             self._forget_but(before)
         return found
 
-    def _gather(self, examples: Sequence[EvalExample]) -> None:
-        """Make the documents of these examples, and no others, what neighbours are chosen from."""
-        if self._wants_neighbours:
-            assert self._embedder is not None
-            self._texts = {t: i for i, t in enumerate(dict.fromkeys(t for e in examples for t in e.documents))}
-            self._vectors = self._embedder.embed(list(self._texts))
-
     def _forget_but(self, before: set[ChunkKey]) -> None:
         self.engine.forget([info.key for info in list(self.engine.store.entries()) if info.key not in before])
 
     def measure(self, example: EvalExample) -> ExampleResult:
-        """Measure one example under every arm; a prompt that does not fit the model is skipped and says so.
-
-        Outside :meth:`run`, neighbours are chosen among the example's own documents.
-        """
-        if any(text not in self._texts for text in example.documents):
-            self._gather([example])
+        """Measure one example under every arm; a prompt that does not fit the model is skipped and says so."""
         composer = self._composer(example.system)
         parts = [composer.encode_chunk(text) for text in example.documents]
         tail = composer.tail_ids(example.question)
@@ -250,14 +245,8 @@ class Evaluation:
     ) -> Prompt:
         """Compile a prompt's head and documents; returns all of its segments but the tail."""
         head = self.engine.compile(composer.head_ids, "isolated")
-        near: dict[str, Any] = {}
-        if parse_context_name(context)[0] == "neighbours":
-            texts = list(self._texts)
-            pool = Pool(self._vectors, lambda places: [composer.encode_chunk(texts[i]) for i in places])
-            near = {"vectors": self._vectors[[self._texts[t] for t in example.documents]], "pool": pool}
         # Documents are compiled under the default head whatever the request's: a store outlives its requests.
-        keys = compile_chunks(self.engine, parts, example.documents, context, composer=self.composer, **near)
-        return [head, *keys]
+        return [head, *self.store.keys(example, parts, context)]
 
     def _linked(self, prompt: Prompt, policy: str, context: str, room: int) -> _Arm:
         begin = time.perf_counter()

@@ -70,5 +70,5 @@ def save_model(folder: Path) -> Path:
 
 def open_rag(path: Path, **options: Any) -> EpicRAG:
     """An :class:`EpicRAG` on the tiny stack."""
-    options = {"chunking": ChunkingConfig(max_tokens=24), "embedder": BagOfWords(), **options}
+    options = {"chunking": ChunkingConfig(max_tokens=24), "embedder": BagOfWords(), "context": "isolated", **options}
     return EpicRAG.open(path, options.pop("model", model()), tokenizer=tokenizer(), **options)

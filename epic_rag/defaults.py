@@ -1,0 +1,61 @@
+"""How a store is compiled and linked when nobody says: as it was tuned, or as built in."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from epic_rag.compiling import parse_context_name
+from epic_rag.registry import Registry
+
+__all__ = ["AUTO", "BUILT_IN", "LinkDefaults", "context_cost", "load_defaults", "save_defaults"]
+
+AUTO = "auto"
+"""Stands for the store's default wherever a policy or a compile context is named."""
+
+
+@dataclass(frozen=True)
+class LinkDefaults:
+    """A link policy and a compile context.
+
+    Attributes
+    ----------
+    policy, context
+        In string form.
+    tuned
+        Whether they were found on the store's own documents.
+    """
+
+    policy: str
+    context: str
+    tuned: bool = False
+
+
+BUILT_IN = LinkDefaults("legolink:16", "neighbours:1")
+"""What docs/quality.md found to be best on the whole."""
+
+
+def _name(fingerprint: str) -> str:
+    return f"link_defaults:{fingerprint}"
+
+
+def load_defaults(registry: Registry, fingerprint: str) -> LinkDefaults:
+    """A store's defaults for one model; built-in ones where it was not tuned."""
+    stored = registry.get_setting(_name(fingerprint))
+    if stored is None:
+        return BUILT_IN
+    raw = json.loads(stored)
+    return LinkDefaults(raw["policy"], raw["context"], tuned=True)
+
+
+def save_defaults(registry: Registry, fingerprint: str, defaults: LinkDefaults) -> None:
+    """Make a store's defaults for one model."""
+    registry.set_setting(
+        _name(fingerprint), json.dumps({"policy": defaults.policy, "context": defaults.context}, sort_keys=True)
+    )
+
+
+def context_cost(context: str) -> int:
+    """What compiling in a context costs, for comparisons: forward passes over the chunks, then what they read."""
+    name, number = parse_context_name(context)
+    return {"isolated": 0, "sink": 1, "head": 2, "neighbours": 100}[name] + number
