@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from epic_engine.errors import EpicError
 
+from epic_rag.benchmarks.command import bench_app
 from epic_rag.console import (
     answer_footer,
     demo_table,
@@ -20,15 +21,13 @@ from epic_rag.console import (
     ingest_progress,
     out,
     report_line,
-    scaling_table,
     stage_progress,
-    ttft_table,
 )
 from epic_rag.evaluation.command import evaluate
 from epic_rag.evaluation.tune_command import tune_store
 
 if TYPE_CHECKING:
-    from epic_engine import Engine, FileStore
+    from epic_engine import FileStore
 
     from epic_rag.pipeline import EpicRAG
     from epic_rag.registry import Registry
@@ -37,7 +36,6 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(help="RAG answers in a fraction of the time.", no_args_is_help=True, add_completion=False)
 store_app = typer.Typer(help="Look into a store, check it, remove documents.", no_args_is_help=True)
-bench_app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 app.add_typer(store_app, name="store")
 app.add_typer(bench_app, name="bench")
 
@@ -267,7 +265,7 @@ def doctor(
     with err.status("loading the model and comparing …"):
         from epic_engine import Engine
 
-        from epic_rag.bench import machine
+        from epic_rag.benchmarks.ttft import machine
 
         engine = Engine(model, device=device, dtype=dtype, selftest=False)
         report = engine.run_selftest()
@@ -398,79 +396,6 @@ def store_rm(
             contents = [content_digest(r.token_ids) for r in records if r.key in freed]
             count = sum(chunks.erase(namespace, contents) for namespace in namespaces)
             out.print(f"forgot {doc_id}: {count} compiled chunks freed", highlight=False, markup=False)
-
-
-def _bench_engine(model: str, device: str, dtype: str) -> Engine:
-    with err.status("loading the model …"):
-        from epic_engine import Engine
-
-        return Engine(model, device=device, dtype=dtype)
-
-
-@bench_app.command("ttft")
-def bench_ttft(
-    dataset: Annotated[Path, typer.Option("--dataset", help="JSON lines: id, documents, question, answers.")],
-    limit: Annotated[int, typer.Option(min=1, help="Examples to take.")] = 10,
-    policies: Annotated[str, typer.Option(help="Comma-separated.")] = "full,prefix,naive,legolink:16",
-    context: Annotated[str, typer.Option(help="Compile context.")] = "isolated",
-    repeats: Annotated[int, typer.Option(min=1, help="Times each prompt is asked with each policy.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of the shuffles.")] = 0,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
-    model: ModelOption = "smollm2",
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-) -> None:
-    """Time to first token per policy on the same prompts, with shuffled documents."""
-    from epic_engine import parse_policies
-
-    from epic_rag.bench import bench_ttft, read_examples
-
-    names = [str(policy) for policy in parse_policies(policies)]
-    examples = read_examples(dataset, limit)
-    with _bench_engine(model, device, dtype) as engine, stage_progress("prompts") as progress:
-        result = bench_ttft(engine, examples, names, context=context, repeats=repeats, seed=seed, progress=progress)
-    _finish(result, json_path)
-    out.print(ttft_table(result))
-    out.print(
-        f"compiling costs {result['compile']['ratio']:.2f}× a plain forward pass of the same tokens",
-        highlight=False,
-    )
-
-
-@bench_app.command("scaling")
-def bench_scaling(
-    chunks: Annotated[str, typer.Option(help="Comma-separated numbers of chunks.")] = "8,16,32,64",
-    chunk_tokens: Annotated[int | None, typer.Option(help="Tokens a chunk; fits the context by default.")] = None,
-    policies: Annotated[str, typer.Option(help="Comma-separated.")] = "naive,legolink:16",
-    repeats: Annotated[int, typer.Option(min=1)] = 5,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
-    model: ModelOption = "smollm2",
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-) -> None:
-    """How cost and memory grow with the number of chunks."""
-    from epic_engine import parse_policies
-
-    from epic_rag.bench import bench_scaling
-
-    with _bench_engine(model, device, dtype) as engine, stage_progress("measurements") as progress:
-        result = bench_scaling(
-            engine,
-            [int(c) for c in chunks.split(",")],
-            chunk_tokens=chunk_tokens,
-            policies=[str(policy) for policy in parse_policies(policies)],
-            repeats=repeats,
-            progress=progress,
-        )
-    _finish(result, json_path)
-    out.print(scaling_table(result))
-
-
-def _finish(result: dict[str, Any], path: Path | None) -> None:
-    result["command"] = " ".join(["epic-rag", *sys.argv[1:]])
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -172,6 +172,23 @@ def ttft_table(result: Mapping[str, Any]) -> Table:
     return table
 
 
+def ingest_table(result: Mapping[str, Any]) -> Table:
+    """Result of ``bench ingest``."""
+    table = Table(title=f"Compiling {result['chunks']} chunks of {result['tokens']} tokens")
+    for name in ("context", "time", "of isolated", "second pass", "bytes", "of isolated"):
+        table.add_column(name, justify="left" if name == "context" else "right", no_wrap=True)
+    for name, row in result["contexts"].items():
+        table.add_row(
+            name,
+            f"{row['seconds']:.1f} s",
+            f"{row['ratio']:.2f}×",
+            f"{row['second_pass']:.2f}×" if "second_pass" in row else "",
+            f"{row['bytes'] / 2**20:.0f} MiB",
+            f"{row['bytes_ratio']:.2f}×",
+        )
+    return table
+
+
 def scaling_table(result: Mapping[str, Any]) -> Table:
     """Result of ``bench scaling``."""
     table = Table(title=f"TTFT as chunks of {result['chunk_tokens']} tokens are added")

@@ -13,7 +13,7 @@ from typing import Any
 from epic_engine import SamplingParams
 
 from epic_rag.answers import Answer
-from epic_rag.bench import HF, Timer
+from epic_rag.benchmarks.ttft import HF, Timer
 from epic_rag.documents import Document, iter_documents
 from epic_rag.errors import DocumentError
 from epic_rag.pipeline import EpicRAG

@@ -62,7 +62,7 @@ def evaluate(
     with err.status("loading the model …"):
         from epic_engine import Engine
 
-        from epic_rag.bench import machine
+        from epic_rag.benchmarks.ttft import machine
         from epic_rag.evaluation.runner import EvalSettings, Evaluation
         from epic_rag.evaluation.summary import summarise
 

@@ -64,7 +64,7 @@ def tune_store(
         require_matplotlib()
     questions = None if dataset is None else _read(dataset, limit)
     with err.status("loading the model …"):
-        from epic_rag.bench import machine
+        from epic_rag.benchmarks.ttft import machine
         from epic_rag.evaluation import tuning
         from epic_rag.pipeline import EpicRAG
 

@@ -58,7 +58,7 @@ def test_span_equals_moved_queries(data: st.DataObject) -> None:
             patch.setattr(spans, "_KEYS_PER_BLOCK", data.draw(st.sampled_from([4, 1024])))
             results.append(engine.score(prompt, [3, 4, 5], policy=policy))
             patch.undo()
-    assert (results[0] - results[1]).abs().max() < 1e-5
+    assert (results[0] - results[1]).abs().max() < 1e-4
 
 
 def test_layers_without_rotation_are_laid_out_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,24 @@ def test_errors_name_the_fix(
     assert "Traceback" not in error
 
 
+def test_bench_ingest_compares_contexts(run: Run, tmp_path: Path) -> None:
+    data, out = tmp_path / "data.jsonl", tmp_path / "ingest.json"
+    texts = [f"The price for lot {n} is {3 * n} crowns. " + "It rains. " * n for n in range(1, 7)]
+    data.write_text(json.dumps({"id": "q", "documents": texts, "question": "?"}))
+    code, printed, error = run(
+        "bench", "ingest", "--dataset", str(data), "--contexts", "head,neighbours:1", "--json", str(out)
+    )
+    assert (code, error) == (0, error)
+    assert "neighbours:1" in printed
+    result = json.loads(out.read_text())
+    assert result["chunks"] == 6
+    table = result["contexts"]
+    assert list(table) == ["isolated", "head", "neighbours:1"]
+    assert [table[c]["bytes_ratio"] for c in table] == [1, 1, 2]
+    assert all(row["seconds"] > 0 and row["ratio"] > 0 for row in table.values())
+    assert [c for c in table if "second_pass" in table[c]] == ["neighbours:1"]
+
+
 def test_doctor_reports_the_gate(run: Run) -> None:
     code, out, _ = run("doctor", "--json", "--dtype", "float32")
     facts = json.loads(out)

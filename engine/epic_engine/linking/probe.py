@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -78,9 +79,10 @@ class Probe:
             inner = self._backend.plan([SequenceRows(positions, private, plan.runs)])
             voting = min(len(positions), at + len(positions) - (len(plan.rows) - voters))
             step = _Scoring(self._decoder, inner, layout, positions, private, chosen, scores, voting)
-            self._run(plan.row_ids[at : at + self._rows_per_step], positions, step)
+            with contextlib.suppress(_EnoughError):
+                self._run(plan.row_ids[at : at + self._rows_per_step], positions, step)
             inner.commit()
-        self.rows += len(plan.rows)
+        self.rows += math.ceil(len(plan.rows) * chosen.stop / depth)
         return {i: s.cpu() for i, s in scores.items()}
 
     def second_layer_deviation(self, layout: Layout) -> dict[int, Tensor]:
@@ -178,6 +180,8 @@ class _Scoring:
         out = self._inner.attend(layer, q, k, v, scaling, options)
         if self._voters > 0 and layer in self._layers:
             self._vote(layer, q[0, :, -self._voters :], scaling)
+        if layer == self._layers.stop - 1 < self._decoder.spec.num_layers - 1:
+            raise _EnoughError  # the layers above have no say
         return out
 
     def _vote(self, layer: int, q: Tensor, scaling: float) -> None:

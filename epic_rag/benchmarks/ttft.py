@@ -9,16 +9,13 @@ calls the kernel and once with grouped heads folded into rows, which is faster.
 from __future__ import annotations
 
 import datetime
-import json
 import math
-import os
 import platform
 import random
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,68 +23,15 @@ import torch
 import transformers
 from epic_engine import ChunkKey, Engine, SamplingParams, __version__
 
-from epic_rag.errors import DocumentError
+from epic_rag.evaluation.example import EvalExample
 from epic_rag.prompt import PromptComposer
 
-__all__ = ["HF", "Example", "Timer", "bench_scaling", "bench_ttft", "read_examples"]
+__all__ = ["HF", "Timer", "bench_scaling", "bench_ttft", "machine"]
 
 HF = "huggingface"
 """Name of the baseline in results: the untouched model's forward pass with ``logits_to_keep=1``."""
 
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Example:
-    """One question with its retrieved documents (the generic JSONL form).
-
-    Attributes
-    ----------
-    example_id, question
-        As in the data.
-    documents
-        Texts in retrieval order.
-    answers
-        Accepted answers; may be empty.
-    """
-
-    example_id: str
-    documents: tuple[str, ...]
-    question: str
-    answers: tuple[str, ...] = ()
-
-
-def read_examples(path: str | os.PathLike[str], limit: int | None = None) -> list[Example]:
-    """Read ``{"id", "documents": [{"id", "text"}], "question", "answers"}`` lines.
-
-    Raises
-    ------
-    DocumentError
-        If the file is absent or a line is not of that form; names the line.
-    """
-    found: list[Example] = []
-    try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise DocumentError(f"the data set {os.fspath(path)} cannot be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            raw = json.loads(line)
-            texts = tuple(d if isinstance(d, str) else d["text"] for d in raw["documents"])
-            answers = tuple(raw.get("answers", ()))
-            found.append(Example(str(raw.get("id", number)), texts, raw["question"], answers))
-        except (ValueError, KeyError, TypeError) as error:
-            raise DocumentError(
-                f'{os.fspath(path)}, line {number}: expected {{"id", "documents": [{{"text"}}], "question", '
-                f'"answers"}}, found a problem with {error}'
-            ) from error
-        if limit is not None and len(found) == limit:
-            break
-    if not found:
-        raise DocumentError(f"the data set {os.fspath(path)} has no examples.")
-    return found
 
 
 def machine() -> dict[str, Any]:
@@ -171,7 +115,7 @@ def _summary(seconds: Sequence[float]) -> dict[str, float]:
 
 def bench_ttft(
     engine: Engine,
-    examples: Sequence[Example],
+    examples: Sequence[EvalExample],
     policies: Sequence[str],
     *,
     context: str = "isolated",
@@ -252,7 +196,7 @@ def bench_ttft(
 
 
 def _compile(
-    engine: Engine, composer: PromptComposer, examples: Sequence[Example], context: str, timer: Timer
+    engine: Engine, composer: PromptComposer, examples: Sequence[EvalExample], context: str, timer: Timer
 ) -> tuple[dict[tuple[int, ...], ChunkKey], dict[str, float]]:
     """Keys of all documents by their token ids, and what compiling took."""
     parts = list(dict.fromkeys(composer.encode_chunk(t) for e in examples for t in e.documents))
