@@ -12,6 +12,7 @@ from typing import Any
 
 from epic_rag.errors import DocumentError
 from epic_rag.evaluation.example import EvalExample
+from epic_rag.evaluation.metrics import SCORERS
 
 __all__ = ["FORMATS", "detect_format", "read_file"]
 
@@ -40,10 +41,13 @@ _DEFAULT_QUESTION = "Summarise the documents."
 
 
 def _generic(raw: Record, number: int, count: CountTokens) -> EvalExample:
-    texts = tuple(d if isinstance(d, str) else d["text"] for d in raw["documents"])
+    texts = tuple(d if isinstance(d, str) else d["text"] for d in raw.get("documents", ()))
     answers = raw.get("answers", ())
     answers = (answers,) if isinstance(answers, str) else tuple(answers)
-    return EvalExample(str(raw.get("id", number)), texts, raw["question"], answers)
+    scorer = raw.get("scorer", "f1")
+    if scorer not in SCORERS:
+        raise DocumentError(f"unknown scorer {scorer!r} in record {number}: use one of {', '.join(SCORERS)}.")
+    return EvalExample(str(raw.get("id", number)), texts, raw["question"], answers, scorer=scorer)
 
 
 def _longbench(raw: Record, number: int, count: CountTokens) -> EvalExample:
@@ -113,7 +117,7 @@ def detect_format(raw: Any) -> str | None:
     """Name of the format that a record is in, by its fields; None if it is in none of them."""
     if not isinstance(raw, dict):
         return None
-    if {"documents", "question"} <= raw.keys():
+    if {"documents", "question"} <= raw.keys() or ("question" in raw and not {"paragraphs", "context"} & raw.keys()):
         return "generic"
     if {"paragraphs", "question", "answer"} <= raw.keys():
         return "musique"
@@ -143,7 +147,12 @@ def _records(path: Path) -> Iterable[tuple[str, Any]]:
 
 
 def read_file(
-    path: str | os.PathLike[str], *, limit: int | None = None, count_tokens: CountTokens, format: str | None = None
+    path: str | os.PathLike[str],
+    *,
+    limit: int | None = None,
+    count_tokens: CountTokens,
+    format: str | None = None,
+    questions_alone: bool = False,
 ) -> list[EvalExample]:
     """Read a data set's file, in the file's order.
 
@@ -157,6 +166,8 @@ def read_file(
         Tokens of a text; used where long contexts are packed into documents.
     format
         Name in :data:`FORMATS`; None detects it from the first record.
+    questions_alone
+        Whether records without documents are welcome: a store will be asked for them.
 
     Raises
     ------
@@ -182,7 +193,7 @@ def read_file(
             raise DocumentError(
                 f"{path}, {where}: expected a record in {format}'s form, found a problem with {error}"
             ) from error
-        if not example.documents or not example.question.strip():
+        if not (example.documents or questions_alone) or not example.question.strip():
             raise DocumentError(f"{path}, {where} has no documents or no question: leave it out.")
         found.append(example)
     if not found:

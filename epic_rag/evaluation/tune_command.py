@@ -22,7 +22,7 @@ def tune_store(
     store: Annotated[Path, typer.Option("--store", help="Directory of documents and compiled chunks.")],
     dataset: Annotated[
         Path | None,
-        typer.Option("--dataset", help="Your questions: a text file, one a line, or a data set as `eval` reads it."),
+        typer.Option("--dataset", help="Your questions: text, one a line, or JSON with question and answers."),
     ] = None,
     min_agreement: Annotated[
         float, typer.Option("--min-agreement", min=0, max=1, help="Share of answer tokens that full must agree on.")
@@ -121,7 +121,7 @@ def _read(path: Path, limit: int) -> list[Any]:
     if not lines:
         raise DocumentError(f"{path} holds no questions: write one a line.")
     if lines[0][0] in "{[":
-        return list(read_file(path, limit=limit, count_tokens=lambda t: max(1, len(t) // 4)))
+        return list(read_file(path, limit=limit, count_tokens=lambda t: max(1, len(t) // 4), questions_alone=True))
     return list(dict.fromkeys(lines))[:limit]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from epic_rag.defaults import BUILT_IN
 from tests.rag.conftest import Run
 
 
@@ -33,7 +34,7 @@ def test_ask_json_has_the_promised_fields(run: Run, store: Path) -> None:
     assert tokens["reused"] == tokens["linked"] - tokens["recomputed"] > 0
     assert tokens["prompt"] > tokens["linked"]
     assert 1 <= tokens["generated"] <= 5
-    assert result["policy"] == "legolink:16"
+    assert result["policy"] == BUILT_IN.policy
     assert result["reuse"] == "composed"
     assert result["ttft_s"] > 0
     assert result["sources"][0]["doc_id"].endswith("ferry.md")

@@ -16,6 +16,7 @@ from epic_rag.evaluation.example import EvalExample
 from epic_rag.evaluation.facts import FORMS
 from epic_rag.evaluation.generated import NEEDLE_DEPTHS
 from epic_rag.evaluation.metrics import contains
+from epic_rag.evaluation.readers import read_file
 
 GENERIC = {"id": "g1", "documents": [{"id": "a", "text": "One."}, "Two."], "question": "Q?", "answers": ["One"]}
 LONGBENCH = {
@@ -63,6 +64,17 @@ def test_generic_form(tmp_path: Path) -> None:
     found = _only(tmp_path, GENERIC)
     assert (found.example_id, found.documents, found.answers) == ("g1", ("One.", "Two."), ("One",))
     assert (found.scorer, found.system) == ("f1", None)
+
+
+def test_generic_form_with_a_scorer_and_without_documents(tmp_path: Path) -> None:
+    assert _only(tmp_path, {**GENERIC, "scorer": "contains"}).scorer == "contains"
+    with pytest.raises(DocumentError, match="rougeL"):
+        _only(tmp_path, {**GENERIC, "scorer": "magic"})
+    alone = _write(tmp_path / "q.jsonl", {"question": "Who?", "answers": "Ines"})
+    (found,) = read_file(alone, count_tokens=len, questions_alone=True)
+    assert (found.question, found.answers, found.documents) == ("Who?", ("Ines",), ())
+    with pytest.raises(DocumentError, match="no documents"):
+        load(alone)
 
 
 def test_longbench_passages(tmp_path: Path) -> None:
