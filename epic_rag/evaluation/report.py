@@ -162,8 +162,8 @@ def _with_interval(interval: Interval, digits: int = 2, *, percent: bool = False
 def _policies(arms: Sequence[ArmSummary]) -> str:
     consistency = any(a.consistency is not None for a in arms)
     head = [
-        *("policy · context", "rows", "of prompt", "recomputed", "score", "kept", "KL", "top-1", "first token", "NLL"),
-        *("NLL − full", "TTFT", "vs full"),
+        *("policy · context", "rows", "of prompt", "TTFT", "vs full", "score", "kept", "KL", "top-1", "first token"),
+        *("NLL", "NLL − full", "recomputed"),
         *(["same answer"] if consistency else []),
     ]
     rows = []
@@ -172,7 +172,8 @@ def _policies(arms: Sequence[ArmSummary]) -> str:
             escape(arm.label),
             f"{arm.rows:.0f}",
             f"{arm.rows_share:.1%}",
-            f"{arm.recomputed:.0f}",
+            f"{arm.ttft_s:.3f} s",
+            f"{arm.speedup:.1f}×",
             _with_interval(arm.score, percent=True),
             _with_interval(arm.kept, percent=True),
             _with_interval(arm.kl, 3),
@@ -180,8 +181,7 @@ def _policies(arms: Sequence[ArmSummary]) -> str:
             _with_interval(arm.first_token, percent=True),
             _with_interval(arm.nll),
             _with_interval(arm.nll_change),
-            f"{arm.ttft_s:.3f} s",
-            f"{arm.speedup:.1f}×",
+            f"{arm.recomputed:.0f}",
         ]
         rows.append([*row, figure_text(arm.consistency, percent=True)] if consistency else row)
     return _table(head, rows)

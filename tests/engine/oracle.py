@@ -56,9 +56,9 @@ def linked_logits(model: Any, pieces: list[Piece], damp: tuple[float, int] = (0.
 
 @torch.no_grad()
 def stale_attention(model: Any, pieces: list[Piece], voters: int, layers: range) -> dict[int, torch.Tensor]:
-    """Attention that the last ``voters`` computed tokens pay to each stale slot, by piece; summed over heads."""
+    """Most that a head of the last ``voters`` computed tokens pays to each stale slot, by piece; summed over layers."""
     _, attentions, groups, contexts = _one_forward(model, pieces, (0.0, 0), attentions=True)
-    mass = sum(attentions[layer][0, :, -voters:].sum(dim=(0, 1)) for layer in layers)
+    mass = sum(attentions[layer][0, :, -voters:].amax(dim=(0, 1)) for layer in layers)
     found = {}
     for number in sorted(set(groups) - {-1}):
         at = [i for i, group in enumerate(groups) if group == number][contexts[number] :]

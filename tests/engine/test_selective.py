@@ -218,6 +218,36 @@ def test_neighbours_keys_erasure_and_errors() -> None:
         engine.compile_neighbours([A], [[B, c]], head=HEAD)
 
 
+def slow_windows(scores: dict[int, torch.Tensor], budget: int, window: int, floor: float) -> dict[int, list[int]]:
+    """The rule as it reads, window by window."""
+    weighed = {i: (s.double() / s.double().sum().sqrt()).tolist() for i, s in scores.items()}
+    size = {i: min(window, len(s)) for i, s in weighed.items()}
+    windows = [(-sum(s[a : a + size[i]]), i, a) for i, s in weighed.items() for a in range(len(s) - size[i] + 1)]
+    windows.sort(key=lambda w: (round(w[0], 12), w[1], w[2]))
+    chosen: list[tuple[int, int]] = []
+
+    def take(i: int, a: int) -> int:
+        new = [(i, slot) for slot in range(a, a + size[i]) if (i, slot) not in chosen]
+        if 2 * len(new) < size[i]:
+            return 0
+        new = new[: budget - len(chosen)]
+        chosen.extend(new)
+        return len(new)
+
+    total = sum(map(len, weighed.values()))
+    for segment, values in weighed.items():
+        sure = int(floor * budget * len(values) / total)
+        for _, i, a in windows:
+            if i == segment and sure >= size[i]:
+                sure -= take(i, a)
+    for _, i, a in windows:
+        if len(chosen) < budget:
+            take(i, a)
+    single = sorted((-v, i, slot) for i, s in weighed.items() for slot, v in enumerate(s) if (i, slot) not in chosen)
+    chosen += [(i, slot) for _, i, slot in single[: budget - len(chosen)]]
+    return {i: sorted(s for j, s in chosen if j == i) for i in sorted({i for i, _ in chosen})}
+
+
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
     share=st.floats(0.01, 1.0),
@@ -237,12 +267,15 @@ def test_windows_keep_the_budget_and_starve_nobody(
     assert len(flat) == len(set(flat)) == budget
     assert all(0 <= s < lengths[i] for i, s in flat)
     for i, n in enumerate(lengths):
-        sure = min(-(-n // window), int(floor * budget * n / sum(lengths) / window))
-        assert len(chosen.get(i, [])) >= min(n, sure * window) - window + 1 or not sure
-    # Without a floor and with single slots it is a plain top-k.
+        sure = int(floor * budget * n / sum(lengths))
+        width = min(window, n)
+        assert len(chosen.get(i, [])) >= sure - width + 1
+    assert chosen == slow_windows(scores, budget, window, floor)
+    # Without a floor and with single slots it is a plain top-k of the weighed scores.
     plain = top_windows(scores, budget, 1, 0.0)
+    weighed = {i: s.double() / s.double().sum().sqrt() for i, s in scores.items()}
     assert {(i, s) for i, slots in plain.items() for s in slots} == {
-        (i, s) for i, slots in top_slots(scores, budget).items() for s in slots
+        (i, s) for i, slots in top_slots(weighed, budget).items() for s in slots
     }
 
 

@@ -55,7 +55,7 @@ class LinkProbe(Protocol):
     """First passes over a prompt, for policies that look before they choose. Their rows count as computed."""
 
     def question_attention(self, layout: Layout, layers: tuple[float, float]) -> dict[int, Tensor]:
-        """Attention that the question pays to each slot of the linked KV.
+        """The most that any head pays to each slot of the linked KV, from any row of the question.
 
         Parameters
         ----------
@@ -67,7 +67,8 @@ class LinkProbe(Protocol):
         Returns
         -------
         dict
-            Per index of a linked segment that is not exact: ``(slots,)`` float32, summed over heads, rows and layers.
+            Per index of a linked segment that is not exact: ``(slots,)`` float32, the largest attention over heads
+            and rows, summed over layers.
         """
         ...
 

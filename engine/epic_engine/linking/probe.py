@@ -59,13 +59,13 @@ class Probe:
         self.rows = 0
 
     def question_attention(self, layout: Layout, layers: tuple[float, float]) -> dict[int, Tensor]:
-        """Attention that the rows behind the last chunk pay to each linked slot."""
+        """Largest attention of the rows behind the last chunk to each linked slot, summed over layers."""
         plan = LinkPlan(layout, {})
         private = PrivateKV(self._decoder.spec, len(plan.rows), self._decoder.device)
         depth = self._decoder.spec.num_layers
         chosen = range(math.floor(layers[0] * depth), max(math.ceil(layers[1] * depth), 1))
         scores = {
-            i: torch.zeros(len(s.token_ids), dtype=torch.float32, device=self._decoder.device)
+            i: torch.zeros(len(chosen), len(s.token_ids), dtype=torch.float32, device=self._decoder.device)
             for i, s in enumerate(layout.segments)
             if s.body is not None and not s.exact
         }
@@ -83,7 +83,7 @@ class Probe:
                 self._run(plan.row_ids[at : at + self._rows_per_step], positions, step)
             inner.commit()
         self.rows += math.ceil(len(plan.rows) * chosen.stop / depth)
-        return {i: s.cpu() for i, s in scores.items()}
+        return {i: s.sum(dim=0).cpu() for i, s in scores.items()}
 
     def second_layer_deviation(self, layout: Layout) -> dict[int, Tensor]:
         """Squared deviation of stored KV in the second layer."""
@@ -152,7 +152,7 @@ class _SecondLayer:
 
 
 class _Scoring:
-    """Attention as planned; adds up what the last ``voters`` rows pay to the linked slots."""
+    """Attention as planned; keeps, per layer, the most that a head of the last ``voters`` rows pays to a slot."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class _Scoring:
         return out
 
     def _vote(self, layer: int, q: Tensor, scaling: float) -> None:
-        """Softmax of the voters over everything they see, summed into the scores of the linked slots."""
+        """Softmax of the voters over everything they see; its largest values become the linked slots' scores."""
         kv_heads = self._decoder.spec.num_kv_heads
         pieces: list[Tensor] = []
         owners: list[tuple[int, int]] = []
@@ -201,11 +201,12 @@ class _Scoring:
         logits = self._logits(layer, q, self._positions - self._private.base, own, scaling, kv_heads)
         rows = torch.arange(self._held - self._voters, self._held, device=q.device)
         pieces.append(logits.masked_fill(torch.arange(self._held, device=q.device) > rows[:, None], -torch.inf))
-        mass = torch.softmax(torch.cat(pieces, dim=-1), dim=-1).sum(dim=(0, 1, 2))
+        most = torch.softmax(torch.cat(pieces, dim=-1), dim=-1).amax(dim=(0, 1, 2))
         at = 0
         for index, width in owners:
             if index in self._scores:
-                self._scores[index] += mass[at : at + width]
+                mine = self._scores[index][layer - self._layers.start]
+                torch.maximum(mine, most[at : at + width], out=mine)
             at += width
 
     def _logits(self, layer: int, q: Tensor, distances: Tensor, keys: Tensor, scaling: float, kv_heads: int) -> Tensor:

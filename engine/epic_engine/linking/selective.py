@@ -45,6 +45,9 @@ def top_slots(scores: Mapping[int, Tensor], budget: int) -> dict[int, list[int]]
 def top_windows(scores: Mapping[int, Tensor], budget: int, window: int, floor: float) -> dict[int, list[int]]:
     """The highest-scoring windows of consecutive slots, with a share guaranteed to every segment.
 
+    A segment's scores are divided by the square root of their sum: a segment that draws more of the attention gets
+    more windows, but not in proportion, for near and first segments draw much of it whatever they say.
+
     Parameters
     ----------
     scores
@@ -52,38 +55,63 @@ def top_windows(scores: Mapping[int, Tensor], budget: int, window: int, floor: f
     budget
         Slots to choose in all.
     window
-        Slots a window; windows are aligned, so that few runs of shared KV are cut.
+        Slots a window; it may begin anywhere. One that would add less than half its slots is passed over.
     floor
-        Share of a segment's fair part of the budget that it gets whatever its score, 0 to 1.
+        Share of a segment's fair part of the budget that goes to its best windows whatever its score, 0 to 1.
 
     Returns
     -------
     dict
         Sorted slots per segment. The last window is cut so that exactly ``budget`` slots are chosen (or all there
-        are).
+        are); what no window wants goes to the best single slots.
     """
     total = sum(s.numel() for s in scores.values())
-    ranked: dict[int, list[tuple[float, int]]] = {}
-    for index, values in scores.items():
-        sums = [(float(values[at : at + window].sum()), at) for at in range(0, values.numel(), window)]
-        ranked[index] = sorted(sums, key=lambda pair: (-pair[0], pair[1]))
-    order: list[tuple[int, int]] = []
-    rest: list[tuple[float, int, int]] = []
-    for index, windows in sorted(ranked.items()):
-        fair = budget * scores[index].numel() / max(total, 1)
-        sure = min(len(windows), int(floor * fair / window))
-        order += [(index, at) for _, at in windows[:sure]]
-        rest += [(-score, index, at) for score, at in windows[sure:]]
-    order += [(index, at) for _, index, at in sorted(rest)]
-    chosen: dict[int, list[int]] = {}
+    weighed = {i: s.double() / s.double().sum().clamp_min(1e-30).sqrt() for i, s in scores.items() if s.numel()}
+    taken = {index: [False] * s.numel() for index, s in weighed.items()}
     left = budget
-    for index, at in order:
+
+    def take(index: int, start: int, stop: int, at_least: int) -> int:
+        nonlocal left
+        free = [slot for slot in range(start, stop) if not taken[index][slot]]
+        if len(free) < at_least:
+            return 0
+        free = free[:left]
+        for slot in free:
+            taken[index][slot] = True
+        left -= len(free)
+        return len(free)
+
+    ranked: list[tuple[Tensor, int]] = []
+    for index, values in sorted(weighed.items()):
+        width = min(window, values.numel())
+        sums = values.unfold(0, width, 1).sum(dim=-1)
+        ranked.append((sums, index))
+        sure = int(floor * budget * values.numel() / total)
+        for start in _best_first(sums):
+            if sure < width:
+                break
+            sure -= take(index, start, start + width, -(-width // 2))
+    owners = [(index, start) for sums, index in ranked for start in range(sums.numel())]
+    for place in _best_first(torch.cat([sums for sums, _ in ranked]) if ranked else torch.empty(0)):
         if left <= 0:
             break
-        slots = range(at, min(at + window, scores[index].numel(), at + left))
-        chosen.setdefault(index, []).extend(slots)
-        left -= len(slots)
-    return {index: sorted(slots) for index, slots in chosen.items()}
+        index, start = owners[place]
+        width = min(window, weighed[index].numel())
+        take(index, start, start + width, -(-width // 2))
+    if left > 0:
+        rest = {i: s.masked_fill(torch.tensor(taken[i]), -1.0) for i, s in weighed.items()}
+        free = sum(flags.count(False) for flags in taken.values())
+        for index, slots in top_slots(rest, min(left, free)).items():
+            for slot in slots:
+                taken[index][slot] = True
+    chosen = {index: [slot for slot, flag in enumerate(flags) if flag] for index, flags in taken.items()}
+    return {index: slots for index, slots in chosen.items() if slots}
+
+
+def _best_first(values: Tensor) -> list[int]:
+    """Places from the highest value down; equal ones in order."""
+    order: list[int] = torch.sort(values, descending=True, stable=True).indices.tolist()
+    return order
 
 
 class _Selective(LinkPolicy):
@@ -112,8 +140,9 @@ class _Selective(LinkPolicy):
 class QueryAware(_Selective):
     """Recompute the share r of tokens to which the question attends most, in short windows.
 
-    The question is run over the KV that is linked; its attention to each slot, summed over heads, rows and a range of
-    layers, is the score. Its rows count as computed.
+    The question is run over the KV that is linked, up to the last layer that scores. A slot's score is the most that
+    any head of any row pays to it, summed over a range of layers: heads that look facts up are few, and in a sum over
+    heads they drown in what all the others pay to the first tokens. The pass's rows count as computed.
 
     Parameters
     ----------
@@ -124,14 +153,14 @@ class QueryAware(_Selective):
     window
         Slots chosen together.
     floor
-        Part of its fair share that every chunk gets, so that none is starved.
+        Part of its fair share that every chunk gets in whole windows, so that none is starved.
     """
 
     name: ClassVar[str] = "query_aware"
     usage: ClassVar[str] = "query_aware:r"
 
     def __init__(
-        self, share: float, layers: tuple[float, float] = (1 / 3, 1.0), window: int = 8, floor: float = 0.25
+        self, share: float, layers: tuple[float, float] = (1 / 3, 2 / 3), window: int = 12, floor: float = 0.25
     ) -> None:
         super().__init__(share)
         self.layers = layers
