@@ -67,6 +67,9 @@ class TextIndex:
     def __len__(self) -> int:
         return len(self._known)
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._known))
+
     def __contains__(self, name: object) -> bool:
         return name in self._known
 
@@ -87,7 +90,11 @@ class TextIndex:
         """
         text = text.strip()
         width = _ANCHOR if len(text) >= _ANCHOR else _SHORT_ANCHOR
+        digest = _digest(text)
         with self._lock:
+            known = self._known.get(name)
+            if known is not None and known.text_digest == digest:
+                return True
             self._forget(name)
             table = self._by_anchor[width]
             places = _spread([m.start() for m in _WORD_START.finditer(text) if m.start() + width <= len(text)])
@@ -96,7 +103,7 @@ class TextIndex:
             offset = min(places, key=lambda place: len(table.get(text[place : place + width], ())))
             anchor = text[offset : offset + width]
             table.setdefault(anchor, []).append(name)
-            self._known[name] = _Known(_digest(text), len(text), anchor, offset, text[-_ANCHOR:])
+            self._known[name] = _Known(digest, len(text), anchor, offset, text[-_ANCHOR:])
         return True
 
     def discard(self, names: Iterable[str]) -> None:

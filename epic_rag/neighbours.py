@@ -159,6 +159,8 @@ def choose_neighbours(
 def _by_meaning(vectors: Vectors, pool: Pool, width: int) -> list[list[int]]:
     """Places of the nearest chunks, nearest first; equally near ones by their texts, so that order does not matter."""
     size = len(pool.vectors)
+    if not pool.vectors.shape[-1]:  # no embeddings
+        return [[] for _ in range(len(vectors))]
     width = min(size, width)
     ranked: list[list[int]] = []
     for start in range(0, len(vectors), _BLOCK):

@@ -139,7 +139,7 @@ class EpicRAG:
                 if system_prompt is None
                 else PromptComposer(engine.tokenizer, system_prompt)
             )
-            registry.freeze_setting("tokenizer", _tokenizer_digest(engine.tokenizer))
+            registry.freeze_setting("tokenizer", composer.tokenizer.digest)
             chunker = Chunker(
                 chunking or ChunkingConfig(),
                 engine.tokenizer,
@@ -474,8 +474,3 @@ def _shifted(progress: Progress | None, base: int, total: int) -> Callable[[int,
         progress("compile", base + done, total)
 
     return report
-
-
-def _tokenizer_digest(tokenizer: Any) -> str:
-    """What token ids in the registry depend on: the backend's whole definition."""
-    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()

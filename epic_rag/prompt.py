@@ -1,7 +1,8 @@
 """Prompts as segments: a head, the documents, and a tail, each encoded apart."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -10,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from epic_rag.errors import RagError
 from epic_rag.tokenization import SegmentTokenizer
 
-__all__ = ["DEFAULT_DOCUMENTS_HEADER", "DEFAULT_SYSTEM_PROMPT", "PromptComposer"]
+__all__ = ["DEFAULT_DOCUMENTS_HEADER", "DEFAULT_SYSTEM_PROMPT", "PromptComposer", "TextPart"]
 
 DEFAULT_SYSTEM_PROMPT = "Answer the question in one short sentence, using only the facts in the documents."
 DEFAULT_DOCUMENTS_HEADER = "Documents:\n\n"
@@ -30,6 +31,22 @@ _PLAIN_TEMPLATE = (
 
 _Message = Mapping[str, str]
 _Pieces = list[tuple[str, bool]]
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """A piece of a prompt's text.
+
+    Attributes
+    ----------
+    text
+        The text.
+    name
+        Of the compiled text that it is; None for text that was not compiled.
+    """
+
+    text: str
+    name: str | None = None
 
 
 class _Slots:
@@ -246,6 +263,62 @@ class PromptComposer:
             *chunks,
             tuple(self.tokenizer.encode_rendered(tail)),
         ]
+
+    def segments(
+        self, messages: Sequence[_Message], find: Callable[[str], Sequence[TextPart]]
+    ) -> list[tuple[int, ...] | TextPart]:
+        """Compose the prompt for a conversation whose messages may hold compiled texts anywhere.
+
+        Parameters
+        ----------
+        messages : sequence of {"role", "content"}
+            As for :meth:`compose_messages`.
+        find : callable
+            Cuts a message's text into compiled texts and what stands between them.
+
+        Returns
+        -------
+        list of tuple of int or TextPart
+            Token ids, and the compiled texts among them, in order.
+
+        Raises
+        ------
+        RagError
+            As for :meth:`compose_messages`.
+        """
+        head, tail, _ = self._split(messages, with_documents=False)
+        return self._cut([*head, *tail], find)
+
+    def formatted_segments(
+        self, text: str, find: Callable[[str], Sequence[TextPart]]
+    ) -> list[tuple[int, ...] | TextPart]:
+        """As :meth:`segments`, for a prompt that carries its chat template already.
+
+        Control tokens that the text spells are control tokens, save in compiled texts.
+        """
+        return self._encode_parts((part, True) for part in find(text))
+
+    def _cut(
+        self, pieces: Sequence[tuple[str, bool]], find: Callable[[str], Sequence[TextPart]]
+    ) -> list[tuple[int, ...] | TextPart]:
+        return self._encode_parts(
+            (part, is_template)
+            for text, is_template in pieces
+            for part in ([TextPart(text)] if is_template else find(text))
+        )
+
+    def _encode_parts(self, parts: Iterable[tuple[TextPart, bool]]) -> list[tuple[int, ...] | TextPart]:
+        found: list[tuple[int, ...] | TextPart] = []
+        pending: _Pieces = []
+        for part, is_template in [*parts, (TextPart("", ""), True)]:
+            if part.name is None:
+                pending.append((part.text, is_template))
+                continue
+            ids = tuple(self.tokenizer.encode_rendered(pending))
+            pending = []
+            found += [ids] if ids else []
+            found += [part] if part.name else []
+        return found
 
     def text_of(self, segments: Sequence[Sequence[int]]) -> str:
         """Decode segments and join their texts, control tokens included.

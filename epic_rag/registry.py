@@ -242,7 +242,7 @@ class Registry:
 
     def texts(self, ids: Sequence[str]) -> list[str]:
         """Return the texts of chunks, in the order of their ids."""
-        found = dict(self._rows("SELECT chunk_id, text FROM chunks"))
+        found = self.all_texts()
         return [found[chunk_id] for chunk_id in ids]
 
     def embeddings(self) -> tuple[list[str], npt.NDArray[np.float32]]:
@@ -260,6 +260,19 @@ class Registry:
             return [], np.empty((0, 0), np.float32)
         flat = np.frombuffer(b"".join(row[1] for row in rows), "<f4")
         return [row[0] for row in rows], flat.astype(np.float32).reshape(len(rows), -1 if flat.size else 0)
+
+    def all_chunks(self) -> list[ChunkRecord]:
+        """Return all chunks, sorted by document id and place."""
+        return [chunk_from_row(r) for r in self._rows(f"SELECT {CHUNK_COLUMNS} FROM chunks ORDER BY doc_id, ordinal")]
+
+    def all_texts(self) -> dict[str, str]:
+        """Return the texts of all chunks by their ids."""
+        return dict(self._rows("SELECT chunk_id, text FROM chunks"))
+
+    def dimension(self) -> int | None:
+        """Return the dimension of the embeddings, or None while there are none."""
+        row = self._rows("SELECT length(embedding) / 4 FROM chunks LIMIT 1")
+        return int(row[0][0]) if row else None
 
     # Keys
 

@@ -1,5 +1,6 @@
 """Segment-wise tokenisation: pieces of a prompt are encoded apart; only templates yield control tokens."""
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -51,6 +52,7 @@ class SegmentTokenizer:
                 "load a fast one with AutoTokenizer.from_pretrained(...), or pass "
                 "PreTrainedTokenizerFast(tokenizer_object=convert_slow_tokenizer(tokenizer))"
             )
+        self._digest = hashlib.sha256(backend.to_str().encode()).hexdigest()
         spec = _position_independent(json.loads(backend.to_str()))
         self._template = Tokenizer.from_str(json.dumps(spec))
         added: list[dict[str, Any]] = spec["added_tokens"]
@@ -79,6 +81,11 @@ class SegmentTokenizer:
         if unknown is None or unknown in (tokenizer.bos_token, tokenizer.eos_token):
             return frozenset()
         return frozenset([_vocabulary(model)[unknown]])
+
+    @property
+    def digest(self) -> str:
+        """What token ids depend on: the backend's whole definition."""
+        return self._digest
 
     @property
     def control_ids(self) -> frozenset[int]:

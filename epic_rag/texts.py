@@ -1,0 +1,368 @@
+"""Compiled texts under ids of the application's own: what the framework integrations stand on.
+
+The application keeps its documents and its index; this keeps the KV of their texts in step, finds the texts in whatever
+prompt the framework makes of them, and turns the prompt into segments that the engine links.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from epic_engine import ChunkKey, ConfigError, Engine, LinkPolicy, parse_policy
+
+from epic_rag.corpus import CorpusCompiler
+from epic_rag.defaults import AUTO, load_defaults
+from epic_rag.discovery import TextIndex
+from epic_rag.documents import Document
+from epic_rag.errors import RagError
+from epic_rag.ingest import PendingDocument
+from epic_rag.prompt import PromptComposer, TextPart
+from epic_rag.registry import ChunkRecord, DocumentRecord, Registry
+from epic_rag.retrieval import Vectors
+
+__all__ = ["AddReport", "CompiledTexts", "Drift", "TextItem"]
+
+logger = logging.getLogger(__name__)
+
+Prompt = list[tuple[int, ...] | ChunkKey]
+_GROUP = "group"
+
+
+@dataclass(frozen=True)
+class TextItem:
+    """A text to compile.
+
+    Attributes
+    ----------
+    text_id
+        The application's id of it.
+    text
+        As it will be prompted; white space at its ends does not count.
+    group
+        What it is part of, such as a document's id; deleted as one.
+    vector
+        Embedding, for compile contexts that look for similar texts; None without one.
+    """
+
+    text_id: str
+    text: str
+    group: str = ""
+    vector: Sequence[float] | None = field(default=None, compare=False)
+
+
+@dataclass
+class AddReport:
+    """What :meth:`CompiledTexts.add` did: ids of texts."""
+
+    added: list[str] = field(default_factory=list)
+    updated: list[str] = field(default_factory=list)
+    unchanged: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Where an application's index and the compiled texts disagree.
+
+    Attributes
+    ----------
+    missing
+        Ids that the index has and that were not compiled.
+    stale
+        Ids that were compiled and that the index has no more.
+    changed
+        Ids whose text differs.
+    lost
+        Ids whose KV the store has lost.
+    """
+
+    missing: tuple[str, ...] = ()
+    stale: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.stale or self.changed or self.lost)
+
+
+class CompiledTexts:
+    """Texts under ids, compiled with one engine. Any number of threads may use one; several processes one directory.
+
+    Parameters
+    ----------
+    path
+        Directory that keeps the ids and texts; the KV lies in the engine's store.
+    engine
+        Compiles; it stays open. It needs a tokenizer.
+    context
+        Compile context; ``"auto"`` is the directory's own, see :mod:`epic_rag.defaults`.
+    policy
+        Link policy; ``"auto"`` likewise.
+
+    Raises
+    ------
+    RegistryError
+        If the directory was made with another tokenizer.
+    ConfigError
+        If the engine has no tokenizer, or context or policy are unknown.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], engine: Engine, *, context: str = AUTO, policy: str | LinkPolicy = AUTO
+    ) -> None:
+        if engine.tokenizer is None:
+            raise ConfigError("the engine has no tokenizer: pass tokenizer=… with a loaded model.")
+        self.engine = engine
+        self.composer = PromptComposer(engine.tokenizer, "", documents_header="", question_prefix="")
+        self.registry = Registry.open(Path(path).expanduser() / "texts.sqlite")
+        try:
+            self.registry.freeze_setting("tokenizer", self.composer.tokenizer.digest)
+            defaults = load_defaults(self.registry, engine.fingerprint)
+            self.policy = parse_policy(defaults.policy if policy == AUTO else policy)
+            self.compiler = CorpusCompiler(
+                engine, self.registry, self.composer, defaults.context if context == AUTO else context
+            )
+        except BaseException:
+            self.registry.close()
+            raise
+        self._index = TextIndex()
+        self._indexed_at = -1
+        self._lock = threading.RLock()
+
+    # -- in step with an index -----------------------------------------------------------------------------------
+
+    def add(self, items: Iterable[TextItem], *, progress: Callable[[int, int], None] | None = None) -> AddReport:
+        """Compile texts, or what changed of them; returns when they are durable.
+
+        Parameters
+        ----------
+        items
+            Of one id the last counts. Texts without any character but white space are left out.
+        progress
+            Called with tokens done and tokens to do.
+
+        Raises
+        ------
+        InsufficientResourcesError
+            If the KV would not fit; before anything is compiled.
+        """
+        report = AddReport()
+        wanted = {item.text_id: item for item in items if item.text.strip()}
+        with self._lock:
+            todo: list[TextItem] = []
+            for item in wanted.values():
+                known = self._record(item.text_id)
+                if known is not None and known.text == item.text.strip() and self._group_of(item.text_id) == item.group:
+                    report.unchanged.append(item.text_id)
+                    continue
+                (report.added if known is None else report.updated).append(item.text_id)
+                todo.append(item)
+            if todo:
+                self._compile(todo, progress)
+        return report
+
+    def _compile(self, items: Sequence[TextItem], progress: Callable[[int, int], None] | None) -> None:
+        texts = [item.text.strip() for item in items]
+        ids = [self.encode(text) for text in texts]
+        vectors = self._vectors(items)
+        pending = [
+            PendingDocument(Document(item.text_id, text, source=item.group), "", [text], [own])
+            for item, text, own in zip(items, texts, ids, strict=True)
+        ]
+        keys = self.compiler.compile(ids, texts, vectors, self.compiler.pool(pending, [vectors]), progress)
+        before = self.registry.changes_token()
+        for number, (item, text, own, key) in enumerate(zip(items, texts, ids, keys, strict=True)):
+            digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+            document = DocumentRecord(item.text_id, item.group, digest, "", {_GROUP: item.group}, time.time())
+            chunk = ChunkRecord(f"{item.text_id}#0", item.text_id, 0, text, own, key.hex)
+            old = self._record(item.text_id)
+            freed = self.registry.put_document(document, [chunk], vectors[number : number + 1])
+            self._erase([] if old is None else [old], freed)
+        self._follow(dict(zip((item.text_id for item in items), texts, strict=True)), (), before)
+
+    def _vectors(self, items: Sequence[TextItem]) -> Vectors:
+        """Embeddings as the registry can hold them: all of one dimension, which the first ones set."""
+        known = self.registry.dimension()
+        given = next((len(item.vector) for item in items if item.vector is not None), 0)
+        dim = given if known is None else known
+        rows = np.zeros((len(items), dim), np.float32)
+        for row, item in zip(rows, items, strict=True):
+            if item.vector is not None and len(item.vector) == dim:
+                row[:] = np.asarray(item.vector, np.float32)
+                row /= max(float(np.linalg.norm(row)), 1e-12)
+        return rows
+
+    def _erase(self, records: Sequence[ChunkRecord], freed: Sequence[str]) -> None:
+        gone = {key for key in freed if not self.registry.reference_count(key)}
+        self.engine.erase([r.token_ids for r in records if r.key in gone])
+
+    def remove(self, text_ids: Iterable[str]) -> int:
+        """Forget texts, and the KV that no other text shares or saw; returns how many there were."""
+        count = 0
+        text_ids = list(text_ids)
+        with self._lock:
+            before = self.registry.changes_token()
+            for text_id in text_ids:
+                record = self._record(text_id)
+                if record is not None:
+                    self._erase([record], self.registry.delete_document(text_id))
+                    count += 1
+            self._follow({}, text_ids, before)
+        return count
+
+    def remove_group(self, group: str) -> list[str]:
+        """Forget all texts of a group; returns their ids."""
+        ids = self.group(group)
+        self.remove(ids)
+        return ids
+
+    def group(self, group: str) -> list[str]:
+        """Ids of a group's texts."""
+        return [d.doc_id for d in self.registry.documents() if d.metadata.get(_GROUP, "") == group]
+
+    def ids(self) -> list[str]:
+        """Ids of all texts."""
+        return [d.doc_id for d in self.registry.documents()]
+
+    def __contains__(self, text_id: object) -> bool:
+        return text_id in self.registry
+
+    def text(self, text_id: str) -> str:
+        """A text as it was compiled.
+
+        Raises
+        ------
+        DocumentNotFoundError
+            If there is none of that id.
+        """
+        return self.registry.chunk(f"{text_id}#0").text
+
+    def compare(self, texts: Mapping[str, str]) -> Drift:
+        """Where these texts by id, an index's own, and the compiled ones disagree."""
+        held = {r.doc_id: r for r in self._records()}
+        return Drift(
+            missing=tuple(i for i, t in texts.items() if i not in held and t.strip()),
+            stale=tuple(i for i in held if i not in texts),
+            changed=tuple(i for i, r in held.items() if i in texts and texts[i].strip() != r.text),
+            lost=tuple(i for i, r in held.items() if i in texts and not self.engine.has(ChunkKey(r.key))),
+        )
+
+    def reconcile(self, items: Iterable[TextItem]) -> Drift:
+        """Mend what :meth:`compare` finds against an index's own items; returns what was wrong."""
+        wanted = {item.text_id: item for item in items}
+        drift = self.compare({text_id: item.text for text_id, item in wanted.items()})
+        self.remove(drift.stale)
+        self.add([wanted[i] for i in (*drift.missing, *drift.changed)])
+        if drift.lost:
+            self.restore()
+        return drift
+
+    def restore(self) -> int:
+        """Compile again what the store has lost, or what fell back when a neighbour went; returns how many were."""
+        records = self._records()
+        lost = [r for r in records if not self.engine.has(ChunkKey(r.key))]
+        if lost:
+            vectors = dict(zip(*self.registry.embeddings(), strict=True))
+            near = np.stack([vectors[r.chunk_id] for r in lost])
+            pool = self.compiler.pool([], [])
+            keys = self.compiler.compile([r.token_ids for r in lost], [r.text for r in lost], near, pool, None)
+            for record, key in zip(lost, keys, strict=True):
+                if key.hex != record.key:
+                    self.registry.update_key(record.key, key.hex)
+        return len(lost)
+
+    # -- prompts ---------------------------------------------------------------------------------------------------
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text, as it is compiled."""
+        return tuple(self.composer.tokenizer.encode_text(text.strip()))
+
+    def find(self, text: str) -> list[TextPart]:
+        """A text cut into the compiled texts that it holds and what stands between them."""
+        parts: list[TextPart] = []
+        at = 0
+        for match in self._synced().find(text):
+            parts += [TextPart(text[at : match.start])] if match.start > at else []
+            parts.append(TextPart(text[match.start : match.stop], match.name))
+            at = match.stop
+        return [*parts, TextPart(text[at:])] if at < len(text) else parts
+
+    def _synced(self) -> TextIndex:
+        """The index of texts, brought in step with the registry, which another process may have changed."""
+        with self._lock:
+            now = self.registry.changes_token()
+            if now != self._indexed_at:
+                records = {chunk_id.rpartition("#")[0]: text for chunk_id, text in self.registry.all_texts().items()}
+                self._index.discard([name for name in self._index if name not in records])
+                for name, text in records.items():
+                    self._index.add(name, text)
+                self._indexed_at = now
+            return self._index
+
+    def prompt(self, parts: Sequence[tuple[int, ...] | TextPart]) -> Prompt:
+        """Segments for the engine: compiled texts by their keys, everything else by its token ids.
+
+        Parameters
+        ----------
+        parts
+            From :meth:`PromptComposer.segments <epic_rag.prompt.PromptComposer.segments>`.
+        """
+        return [self.key_of(part.name or "") if isinstance(part, TextPart) else part for part in parts]
+
+    def key_of(self, text_id: str) -> ChunkKey:
+        """The text's best form for this model; compiled now if it has none.
+
+        Raises
+        ------
+        RagError
+            If there is no text of that id.
+        """
+        record = self._record(text_id)
+        if record is None:
+            raise RagError(f"there is no compiled text {text_id!r}: add() it first.")
+        key = ChunkKey(record.key)
+        if self.engine.has(key):
+            return key
+        plain = self.compiler.plain_context()
+        found = self.engine.find(record.token_ids, plain)
+        if found is None:
+            logger.info("text %s has no KV for this model: compiling it now", text_id)
+            found = self.engine.compile(record.token_ids, plain)
+        return found
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def _record(self, text_id: str) -> ChunkRecord | None:
+        return self.registry.chunk(f"{text_id}#0") if text_id in self.registry else None
+
+    def _records(self) -> list[ChunkRecord]:
+        return self.registry.all_chunks()
+
+    def _follow(self, added: Mapping[str, str], gone: Iterable[str], before: int) -> None:
+        """Note our own changes in the index of texts, which then is still in step if it was before them."""
+        if self._indexed_at == before:
+            self._index.discard(gone)
+            for name, text in added.items():
+                self._index.add(name, text)
+            self._indexed_at = self.registry.changes_token()
+
+    def _group_of(self, text_id: str) -> str:
+        return self.registry.get_document(text_id).metadata.get(_GROUP, "")
+
+    def close(self) -> None:
+        """Close the directory; the engine stays open."""
+        self.registry.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
