@@ -103,6 +103,13 @@ def ingest(
     model: ModelOption = "smollm2",
     context: ContextOption = "auto",
     max_chunk_tokens: Annotated[int, typer.Option(help="Longest chunk in tokens.")] = 384,
+    keep_head_forms: Annotated[
+        bool,
+        typer.Option(
+            "--keep-head-forms/--drop-head-forms",
+            help="Whether the KV that chunks fall back to when a neighbour is deleted is kept: twice the disk.",
+        ),
+    ] = True,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     as_json: JsonOption = False,
@@ -111,8 +118,9 @@ def ingest(
     from epic_rag.chunking import ChunkingConfig
 
     chunking = ChunkingConfig(max_tokens=max_chunk_tokens)
+    options: dict[str, Any] = {"context": context, "chunking": chunking, "keep_head_forms": keep_head_forms}
     with (
-        _open(store, model, must_exist=False, context=context, chunking=chunking, device=device, dtype=dtype) as rag,
+        _open(store, model, must_exist=False, device=device, dtype=dtype, **options) as rag,
         ingest_progress() as progress,
     ):
         report = rag.add(

@@ -31,7 +31,7 @@ class LinkDefaults:
     tuned: bool = False
 
 
-BUILT_IN = LinkDefaults("query_aware:0.1", "neighbours:1")
+BUILT_IN = LinkDefaults("query_aware:0.1", "neighbours:2")
 """What docs/quality.md found to be best on the whole."""
 
 

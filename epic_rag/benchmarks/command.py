@@ -40,7 +40,7 @@ def _bench_engine(model: str, device: str, dtype: str) -> Engine:
 def bench_ttft(
     dataset: DatasetOption,
     limit: Annotated[int, typer.Option(min=1, help="Examples to take.")] = 10,
-    policies: Annotated[str, typer.Option(help="Comma-separated.")] = "full,prefix,naive,legolink:16",
+    policies: Annotated[str, typer.Option(help="Comma-separated.")] = "full,prefix,naive,legolink:16,query_aware:0.1",
     context: Annotated[str, typer.Option(help="Compile context.")] = "isolated",
     repeats: Annotated[int, typer.Option(min=1, help="Times each prompt is asked with each policy.")] = 1,
     seed: Annotated[int, typer.Option(help="Of the shuffles.")] = 0,
@@ -100,7 +100,7 @@ def bench_scaling(
 def bench_ingest(
     dataset: DatasetOption,
     limit: Annotated[int, typer.Option(min=1, help="Examples whose documents are compiled.")] = 6,
-    contexts: Annotated[str, typer.Option(help="Comma-separated.")] = "isolated,head,neighbours:1",
+    contexts: Annotated[str, typer.Option(help="Comma-separated.")] = "isolated,head,neighbours:1,neighbours:2",
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     json_path: JsonOption = None,
     model: ModelOption = "smollm2",

@@ -28,8 +28,10 @@ def evaluate(
             "LongBench, MuSiQue or 2WikiMultihopQA."
         ),
     ],
-    policies: Annotated[str, typer.Option(help="Comma-separated; full always runs.")] = "full,naive,legolink:16",
-    contexts: Annotated[str, typer.Option(help="Compile contexts, comma-separated.")] = "isolated,head",
+    policies: Annotated[
+        str, typer.Option(help="Comma-separated; full always runs.")
+    ] = "naive,legolink:16,query_aware:0.1",
+    contexts: Annotated[str, typer.Option(help="Compile contexts, comma-separated.")] = "isolated,neighbours:2",
     limit: Annotated[int, typer.Option(min=1, help="Examples to take.")] = 20,
     seed: Annotated[int, typer.Option(help="Of generated examples and of the intervals.")] = 0,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer in tokens.")] = 32,

@@ -78,7 +78,7 @@ FORMS = (
         "price",
         "The price for {place} is {value}.",
         "What is the price for {place}?",
-        lambda rng: str(rng.randrange(100, 1000)),
+        lambda rng: str(rng.randrange(1000, 10000)),
     ),
     FactForm(
         "room",

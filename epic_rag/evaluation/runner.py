@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from epic_engine import ChunkKey, Engine, LinkedPrompt, RequestStats, parse_policy
+from epic_engine import ChunkKey, Engine, LinkedPrompt, RequestStats, __version__, parse_policy
 from epic_engine.detokenizer import Detokenizer
 from epic_engine.errors import ConfigError, ContextLengthError
 from numpy.typing import NDArray
@@ -126,6 +126,7 @@ class Evaluation:
         """Everything that the figures depend on, the examples themselves aside."""
         return {
             "format": _FORMAT,
+            "version": __version__,
             **asdict(self.settings),
             "policies": [f"{policy} @ {context}" if context else policy for policy, context in self.arms],
             "model": self.engine.fingerprint,

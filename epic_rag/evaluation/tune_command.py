@@ -29,7 +29,7 @@ def tune_store(
     ] = 0.99,
     policies: Annotated[str | None, typer.Option(help="Comma-separated; a choice of them by default.")] = None,
     contexts: Annotated[
-        str | None, typer.Option(help="Compile contexts; isolated and neighbours:1 by default.")
+        str | None, typer.Option(help="Compile contexts; isolated and neighbours:2 by default.")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Questions to take, or to let the model write.")] = 30,
     k: Annotated[int, typer.Option("--k", "-k", min=1, help="Chunks to retrieve for each.")] = 5,

@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]
 
 POLICIES = ("naive", "legolink:16", "legolink:32", "query_aware:0.05", "query_aware:0.1", "query_aware:0.2")
 """What is tried by default, besides ``full``."""
-CONTEXTS = ("isolated", "neighbours:1")
+CONTEXTS = ("isolated", "neighbours:2")
 """Compile contexts that are tried by default."""
 
 _WRITER = "You write exam questions. Write one short question that is answered by the document."

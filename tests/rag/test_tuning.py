@@ -254,7 +254,7 @@ def test_command(run: Run, tmp_path: Path) -> None:
     assert code == 0
     assert "now uses" not in printed
     stats = json.loads(run("store", "stats", "--store", str(store), "--json")[1])
-    assert stats["kv_bytes neighbours:1"] == stats["kv_bytes head"] > 0
+    assert stats[f"kv_bytes {BUILT_IN.context}"] == stats["kv_bytes head"] > 0
 
     code, printed, _ = run(*common, "--min-agreement", "0", "--json", str(out))
     assert code == 0
