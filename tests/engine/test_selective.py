@@ -220,7 +220,7 @@ def test_neighbours_keys_erasure_and_errors() -> None:
 
 def slow_windows(scores: dict[int, torch.Tensor], budget: int, window: int, floor: float) -> dict[int, list[int]]:
     """The rule as it reads, window by window."""
-    weighed = {i: (s.double() / s.double().sum().sqrt()).tolist() for i, s in scores.items()}
+    weighed = {i: (s.double() / s.double().sum() ** 0.75).tolist() for i, s in scores.items()}
     size = {i: min(window, len(s)) for i, s in weighed.items()}
     windows = [(-sum(s[a : a + size[i]]), i, a) for i, s in weighed.items() for a in range(len(s) - size[i] + 1)]
     windows.sort(key=lambda w: (round(w[0], 12), w[1], w[2]))
@@ -273,7 +273,7 @@ def test_windows_keep_the_budget_and_starve_nobody(
     assert chosen == slow_windows(scores, budget, window, floor)
     # Without a floor and with single slots it is a plain top-k of the weighed scores.
     plain = top_windows(scores, budget, 1, 0.0)
-    weighed = {i: s.double() / s.double().sum().sqrt() for i, s in scores.items()}
+    weighed = {i: s.double() / s.double().sum() ** 0.75 for i, s in scores.items()}
     assert {(i, s) for i, slots in plain.items() for s in slots} == {
         (i, s) for i, slots in top_slots(weighed, budget).items() for s in slots
     }

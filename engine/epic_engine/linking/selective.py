@@ -18,6 +18,9 @@ from .policies import Choice, LinkPolicy, LinkProbe
 
 __all__ = ["CacheBlend", "QueryAware", "top_slots", "top_windows"]
 
+# 0 leaves every segment what it draws, 1 gives all segments of a length the same.
+_EVENNESS = 0.75
+
 
 def _ratio(name: str, argument: str) -> float:
     try:
@@ -45,8 +48,8 @@ def top_slots(scores: Mapping[int, Tensor], budget: int) -> dict[int, list[int]]
 def top_windows(scores: Mapping[int, Tensor], budget: int, window: int, floor: float) -> dict[int, list[int]]:
     """The highest-scoring windows of consecutive slots, with a share guaranteed to every segment.
 
-    A segment's scores are divided by the square root of their sum: a segment that draws more of the attention gets
-    more windows, but not in proportion, for near and first segments draw much of it whatever they say.
+    A segment's scores are divided by a power of their sum: a segment that draws more of the attention gets more
+    windows, but by far not in proportion, for the last segments draw most of it whatever they say.
 
     Parameters
     ----------
@@ -66,7 +69,7 @@ def top_windows(scores: Mapping[int, Tensor], budget: int, window: int, floor: f
         are); what no window wants goes to the best single slots.
     """
     total = sum(s.numel() for s in scores.values())
-    weighed = {i: s.double() / s.double().sum().clamp_min(1e-30).sqrt() for i, s in scores.items() if s.numel()}
+    weighed = {i: s.double() / s.double().sum().clamp_min(1e-30) ** _EVENNESS for i, s in scores.items() if s.numel()}
     taken = {index: [False] * s.numel() for index, s in weighed.items()}
     left = budget
 
@@ -160,7 +163,7 @@ class QueryAware(_Selective):
     usage: ClassVar[str] = "query_aware:r"
 
     def __init__(
-        self, share: float, layers: tuple[float, float] = (1 / 3, 2 / 3), window: int = 12, floor: float = 0.25
+        self, share: float, layers: tuple[float, float] = (1 / 3, 2 / 3), window: int = 12, floor: float = 0.5
     ) -> None:
         super().__init__(share)
         self.layers = layers
