@@ -13,10 +13,6 @@ CITIES = (
     *("Porto", "Lyon", "Bergen", "Cork", "Seville", "Turin", "Krakow", "Utrecht", "Geneva", "Malaga"),
     *("Boston", "Denver", "Dallas", "Seattle", "Austin", "Toronto", "Sydney", "Osaka", "Cairo", "Nairobi"),
 )
-_PEOPLE = (
-    *("Ines", "Olaf", "Priya", "Tomas", "Edda", "Marcus", "Yuki", "Fatima", "Henrik", "Clara"),
-    *("Diego", "Nadia", "Ivan", "Rosa", "Samuel", "Lena", "Oscar", "Greta", "Victor", "Anita"),
-)
 
 
 @dataclass(frozen=True)
@@ -88,12 +84,12 @@ FORMS = (
     ),
     FactForm(
         "contact",
-        "The contact for {place} is {value}.",
-        "Who is the contact for {place}?",
-        lambda rng: rng.choice(_PEOPLE),
+        "The contact number for {place} is {value}.",
+        "What is the contact number for {place}?",
+        lambda rng: str(rng.randrange(1000, 10000)),
     ),
 )
 """All forms. Values are short and stand close to what they belong to: wordier sentences, such as "the cat of the
 train station in Porto is called Domino" or "the {place} hotel costs {value} euros a night", are beyond a model of a
-hundred million parameters even without any linking.
+hundred million parameters even without any linking, and so are names of people.
 """
