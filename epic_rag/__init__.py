@@ -17,16 +17,19 @@ if TYPE_CHECKING:
     from epic_rag.documents import Document
     from epic_rag.ingest import IngestReport
     from epic_rag.pipeline import EpicRAG
+    from epic_rag.texts import CompiledTexts, TextItem
 
 __all__ = [
     "Answer",
     "AnswerStream",
     "ChunkingConfig",
+    "CompiledTexts",
     "Document",
     "EpicRAG",
     "IngestReport",
     "SamplingParams",
     "Source",
+    "TextItem",
     "__version__",
 ]
 
@@ -34,11 +37,13 @@ _HOMES = {
     "Answer": "epic_rag.answers",
     "AnswerStream": "epic_rag.answers",
     "ChunkingConfig": "epic_rag.chunking",
+    "CompiledTexts": "epic_rag.texts",
     "Document": "epic_rag.documents",
     "EpicRAG": "epic_rag.pipeline",
     "IngestReport": "epic_rag.ingest",
     "SamplingParams": "epic_engine",
     "Source": "epic_rag.answers",
+    "TextItem": "epic_rag.texts",
     "__version__": "epic_engine",
 }
 

@@ -184,6 +184,12 @@ class Registry:
 
     # Chunks
 
+    def ids_of_source(self, source: str) -> list[str]:
+        """Return the ids of all documents that came from a source, sorted."""
+        return [
+            row[0] for row in self._rows("SELECT doc_id FROM documents WHERE source = ? ORDER BY doc_id", (source,))
+        ]
+
     def chunk(self, chunk_id: str) -> ChunkRecord:
         """Return a chunk.
 

@@ -23,18 +23,17 @@ from epic_rag.corpus import CorpusCompiler
 from epic_rag.defaults import AUTO, load_defaults
 from epic_rag.discovery import TextIndex
 from epic_rag.documents import Document
-from epic_rag.errors import RagError
+from epic_rag.errors import DocumentNotFoundError, RagError
 from epic_rag.ingest import PendingDocument
 from epic_rag.prompt import PromptComposer, TextPart
 from epic_rag.registry import ChunkRecord, DocumentRecord, Registry
 from epic_rag.retrieval import Vectors
 
-__all__ = ["AddReport", "CompiledTexts", "Drift", "TextItem"]
+__all__ = ["AddReport", "CompiledTexts", "Drift", "TextItem", "cut_known"]
 
 logger = logging.getLogger(__name__)
 
 Prompt = list[tuple[int, ...] | ChunkKey]
-_GROUP = "group"
 
 
 @dataclass(frozen=True)
@@ -181,7 +180,7 @@ class CompiledTexts:
         before = self.registry.changes_token()
         for number, (item, text, own, key) in enumerate(zip(items, texts, ids, keys, strict=True)):
             digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-            document = DocumentRecord(item.text_id, item.group, digest, "", {_GROUP: item.group}, time.time())
+            document = DocumentRecord(item.text_id, item.group, digest, "", {}, time.time())
             chunk = ChunkRecord(f"{item.text_id}#0", item.text_id, 0, text, own, key.hex)
             old = self._record(item.text_id)
             freed = self.registry.put_document(document, [chunk], vectors[number : number + 1])
@@ -226,7 +225,7 @@ class CompiledTexts:
 
     def group(self, group: str) -> list[str]:
         """Ids of a group's texts."""
-        return [d.doc_id for d in self.registry.documents() if d.metadata.get(_GROUP, "") == group]
+        return self.registry.ids_of_source(group)
 
     def ids(self) -> list[str]:
         """Ids of all texts."""
@@ -295,6 +294,21 @@ class CompiledTexts:
             at = match.stop
         return [*parts, TextPart(text[at:])] if at < len(text) else parts
 
+    def finder(self, text_ids: Sequence[str]) -> Callable[[str], list[TextPart]]:
+        """As :meth:`find`, for prompts that are known to hold certain texts.
+
+        Those are found however short they are and whatever overlaps them; ids that are unknown or whose text a
+        prompt does not hold are passed over.
+
+        Parameters
+        ----------
+        text_ids
+            In the order in which the texts stand in the prompt.
+        """
+        records = [self._record(text_id) for text_id in text_ids]
+        known = [(record.doc_id, record.text) for record in records if record is not None]
+        return lambda text: cut_known(text, known, self.find)
+
     def _synced(self) -> TextIndex:
         """The index of texts, brought in step with the registry, which another process may have changed."""
         with self._lock:
@@ -310,12 +324,21 @@ class CompiledTexts:
     def prompt(self, parts: Sequence[tuple[int, ...] | TextPart]) -> Prompt:
         """Segments for the engine: compiled texts by their keys, everything else by its token ids.
 
+        A text that was removed or changed since it was found is computed like any other.
+
         Parameters
         ----------
         parts
             From :meth:`PromptComposer.segments <epic_rag.prompt.PromptComposer.segments>`.
         """
-        return [self.key_of(part.name or "") if isinstance(part, TextPart) else part for part in parts]
+        return [self._key_or_ids(part) if isinstance(part, TextPart) else part for part in parts]
+
+    def _key_or_ids(self, part: TextPart) -> ChunkKey | tuple[int, ...]:
+        record = self._record(part.name or "")
+        # Somebody may have removed or changed the text since it was found.
+        if record is None or record.text != part.text:
+            return self.encode(part.text)
+        return self._key(record)
 
     def key_of(self, text_id: str) -> ChunkKey:
         """The text's best form for this model; compiled now if it has none.
@@ -328,20 +351,26 @@ class CompiledTexts:
         record = self._record(text_id)
         if record is None:
             raise RagError(f"there is no compiled text {text_id!r}: add() it first.")
+        return self._key(record)
+
+    def _key(self, record: ChunkRecord) -> ChunkKey:
         key = ChunkKey(record.key)
         if self.engine.has(key):
             return key
         plain = self.compiler.plain_context()
         found = self.engine.find(record.token_ids, plain)
         if found is None:
-            logger.info("text %s has no KV for this model: compiling it now", text_id)
+            logger.info("text %s has no KV for this model: compiling it now", record.doc_id)
             found = self.engine.compile(record.token_ids, plain)
         return found
 
     # -- life ------------------------------------------------------------------------------------------------------
 
     def _record(self, text_id: str) -> ChunkRecord | None:
-        return self.registry.chunk(f"{text_id}#0") if text_id in self.registry else None
+        try:
+            return self.registry.chunk(f"{text_id}#0")
+        except DocumentNotFoundError:
+            return None
 
     def _records(self) -> list[ChunkRecord]:
         return self.registry.all_chunks()
@@ -355,7 +384,7 @@ class CompiledTexts:
             self._indexed_at = self.registry.changes_token()
 
     def _group_of(self, text_id: str) -> str:
-        return self.registry.get_document(text_id).metadata.get(_GROUP, "")
+        return self.registry.get_document(text_id).source
 
     def close(self) -> None:
         """Close the directory; the engine stays open."""
@@ -366,3 +395,29 @@ class CompiledTexts:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def cut_known(
+    text: str, known: Iterable[tuple[str, str]], find: Callable[[str], list[TextPart]] | None = None
+) -> list[TextPart]:
+    """Cut a text at known texts that it holds.
+
+    Parameters
+    ----------
+    text
+        To be cut.
+    known
+        Names and texts, in the order in which they stand there; those that do not are passed over.
+    find
+        Cuts what stands between them; None leaves it whole.
+    """
+    find = find or (lambda between: [TextPart(between)] if between else [])
+    parts: list[TextPart] = []
+    at = 0
+    for name, own in known:
+        start = text.find(own, at)
+        if start >= 0:
+            parts += find(text[at:start])
+            parts.append(TextPart(own, name))
+            at = start + len(own)
+    return [*parts, *find(text[at:])]

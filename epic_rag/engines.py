@@ -1,0 +1,217 @@
+"""Engines that several objects of one process share.
+
+A model, a vector store and an ingestion step of one application each ask for an engine by its settings; they get
+the same one, and the last to let go closes it. A lease also hands out the compiled texts of its directory::
+
+    store/
+      chunks/               compiled KV, of all namespaces
+      texts/<namespace>/    ids and texts, see epic_rag.texts
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Hashable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import quote
+
+from epic_engine import ConfigError, Engine, EngineClosedError
+
+from epic_rag.defaults import AUTO
+from epic_rag.texts import CompiledTexts
+
+__all__ = ["Lease", "acquire", "close_all"]
+
+logger = logging.getLogger(__name__)
+
+
+class _Shared:
+    """One engine, how many hold it, and the compiled texts that were asked for."""
+
+    def __init__(self, key: Hashable, model: Any, tokenizer: Any, home: Path | None, options: dict[str, Any]) -> None:
+        self.key = key
+        self.holders = 0
+        # Held, so that no other object can take the identity that is part of the key.
+        self.model = model
+        self._tokenizer = tokenizer
+        self._home = home
+        self._options = options
+        self._engine: Engine | None = None
+        self._texts: dict[tuple[str, str], CompiledTexts] = {}
+        self._lock = threading.RLock()
+        self._open = ExitStack()
+
+    def engine(self) -> Engine:
+        with self._lock:
+            if self._engine is None:
+                chunks = None if self._home is None else self._home / "chunks"
+                self._engine = Engine(self.model, tokenizer=self._tokenizer, store=chunks, **self._options)
+                self._open.callback(self._engine.close)
+            return self._engine
+
+    def texts(self, context: str, policy: str) -> CompiledTexts:
+        with self._lock:
+            engine = self.engine()
+            if self._home is None:
+                # Ids and texts beside KV in memory: gone with it.
+                self._home = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="epic-rag-")))
+            if (context, policy) not in self._texts:
+                folder = self._home / "texts" / quote(engine.config.namespace, safe="")
+                opened = CompiledTexts(folder, engine, context=context, policy=policy)
+                self._open.callback(opened.close)
+                self._texts[context, policy] = opened
+            return self._texts[context, policy]
+
+    def close(self) -> None:
+        with self._lock:
+            self._open.close()
+
+
+class Lease:
+    """A share in an engine; made by :func:`acquire`. Closing twice is fine, and so is not closing before exit."""
+
+    def __init__(self, shared: _Shared) -> None:
+        self._shared = shared
+        self._closed = False
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; every lease with the same settings has the same one.
+
+        Raises
+        ------
+        EngineClosedError
+            If the lease was closed.
+        """
+        self._check()
+        return self._shared.engine()
+
+    def texts(self, context: str = AUTO, policy: str = AUTO) -> CompiledTexts:
+        """The compiled texts beside the engine's store; the same object for the same arguments.
+
+        They are closed with the engine: do not close them yourself.
+
+        Parameters
+        ----------
+        context, policy
+            As in :class:`~epic_rag.texts.CompiledTexts`.
+
+        Raises
+        ------
+        EngineClosedError
+            If the lease was closed.
+        """
+        self._check()
+        return self._shared.texts(context, policy)
+
+    def _check(self) -> None:
+        if self._closed:
+            raise EngineClosedError("this share in the engine was closed: acquire() another one.")
+
+    def close(self) -> None:
+        """Give the share back; the last one closes the engine and its compiled texts."""
+        with _lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._shared.holders -= 1
+            last = self._shared.holders == 0
+            if last:
+                _engines.pop(self._shared.key, None)
+        if last:
+            self._shared.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+_lock = threading.Lock()
+_engines: dict[Hashable, _Shared] = {}
+
+
+def acquire(
+    model: Any,
+    *,
+    tokenizer: Any = None,
+    store: str | os.PathLike[str] | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    namespace: str = "default",
+    max_model_len: int | None = None,
+    **options: Any,
+) -> Lease:
+    """A share in the engine with these settings; the model is loaded by the first one in this process.
+
+    Parameters
+    ----------
+    model
+        As in :class:`~epic_engine.Engine`. A loaded model is known by identity, a path by where it leads.
+    tokenizer
+        Tokenizer of a loaded model.
+    store
+        Directory; None keeps everything in memory, for as long as anyone holds a share.
+    device, dtype, namespace, max_model_len, **options
+        As in :class:`~epic_engine.EngineConfig`.
+
+    Returns
+    -------
+    Lease
+        To be closed when it is not needed any more.
+
+    Raises
+    ------
+    ModelLoadError, SelfTestError
+        As for :class:`~epic_engine.Engine`.
+    ConfigError
+        If an option is unknown or cannot be used.
+    """
+    home = None if store is None else Path(os.path.abspath(Path(store).expanduser()))
+    settings = {"device": device, "dtype": dtype, "namespace": namespace, "max_model_len": max_model_len, **options}
+    key = (_identity(model), None if tokenizer is None else id(tokenizer), home, *sorted(settings.items()))
+    try:
+        hash(key)
+    except TypeError:
+        raise ConfigError("engine options must be plain numbers and strings, so that engines can be shared.") from None
+    with _lock:
+        shared = _engines.get(key)
+        if shared is None:
+            shared = _engines[key] = _Shared(key, model, tokenizer, home, settings)
+        shared.holders += 1
+    lease = Lease(shared)
+    try:
+        shared.engine()
+    except BaseException:
+        lease.close()
+        raise
+    return lease
+
+
+def _identity(model: Any) -> Hashable:
+    if not isinstance(model, str | os.PathLike):
+        return id(model)
+    path = Path(model).expanduser()
+    return os.path.realpath(path) if path.exists() else os.fspath(model)
+
+
+def close_all() -> None:
+    """Close every shared engine, whoever holds it; runs at exit."""
+    with _lock:
+        left = list(_engines.values())
+        _engines.clear()
+    for shared in left:
+        try:
+            shared.close()
+        except Exception:
+            logger.exception("an engine could not be closed")
+
+
+atexit.register(close_all)

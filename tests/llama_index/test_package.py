@@ -1,0 +1,36 @@
+"""What a user of the installed integration relies on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import llama_index_epic
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_all_is_complete_and_typed() -> None:
+    assert llama_index_epic.__all__ == sorted(llama_index_epic.__all__)
+    for name in llama_index_epic.__all__:
+        assert getattr(llama_index_epic, name).__module__.startswith("llama_index_epic.")
+    assert (Path(llama_index_epic.__file__).parent / "py.typed").is_file()
+
+
+@pytest.mark.smollm2
+@pytest.mark.slow
+def test_the_example_runs_and_answers(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "llama_index_rag.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ},
+    )
+    assert done.returncode == 0, done.stderr
+    for fact in ("1987", "85 euro", "six months"):
+        assert fact in done.stdout
+    assert done.stdout.count("(composed)") == 3
