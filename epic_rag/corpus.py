@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -18,6 +19,8 @@ from epic_rag.registry import ChunkRecord, Registry
 from epic_rag.retrieval import Embedder, Vectors
 
 __all__ = ["CorpusCompiler", "frozen_head"]
+
+logger = logging.getLogger(__name__)
 
 # The second pass over a chunk reads its neighbours besides, so it takes somewhat longer than the first.
 _SECOND_PASS = 1.2
@@ -188,6 +191,32 @@ class CorpusCompiler:
             )
             keys.update(zip(chunks, made, strict=True))
         return [keys[own] for own in ids]
+
+    def form_of(self, record: ChunkRecord) -> ChunkKey:
+        """A chunk's best form for this model; compiled now if it has none."""
+        key = ChunkKey(record.key)
+        if self._engine.has(key):
+            return key
+        plain = self.plain_context()
+        found = self._engine.find(record.token_ids, plain)
+        if found is None:
+            logger.info("chunk %s has no KV for this model: compiling it now", record.chunk_id)
+            found = self._engine.compile(record.token_ids, plain)
+        return found
+
+    def erase(self, records: Sequence[ChunkRecord], freed: Sequence[str]) -> None:
+        """Forget the KV of text that no document has any more, and of chunks that saw it while they were compiled.
+
+        Parameters
+        ----------
+        records
+            Chunks that went.
+        freed
+            Keys that the registry says nothing uses any more.
+        """
+        # Another process may have begun to use a key again; if it does so right now, its next link is a miss.
+        gone = {key for key in freed if not self._registry.reference_count(key)}
+        self._engine.erase([r.token_ids for r in records if r.key in gone])
 
     def restore(self, embedder: Embedder) -> int:
         """Compile again what the store has lost, or what fell back when a neighbour went; returns how many were."""

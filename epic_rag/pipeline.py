@@ -265,7 +265,7 @@ class EpicRAG:
         ]
         record = DocumentRecord(doc.doc_id, doc.source, pending.hash, self._settings_hash(), doc.metadata, time.time())
         old = self.registry.chunks(doc.doc_id) if doc.doc_id in self.registry else []
-        self._erase(old, self.registry.put_document(record, chunks, vectors))
+        self.compiler.erase(old, self.registry.put_document(record, chunks, vectors))
 
     def refresh(self) -> int:
         """Compile again what the store has lost, or what fell back when a neighbour went.
@@ -306,12 +306,6 @@ class EpicRAG:
         self.policy, self.compiler = policy, compiler
         return compiler.recompile(progress and partial(progress, "compile"))
 
-    def _erase(self, records: Sequence[ChunkRecord], freed: Sequence[str]) -> None:
-        """Forget the KV of text that no document has any more, and of chunks that saw it while they were compiled."""
-        # Another process may have begun to use a key again; if it does so right now, its next link is a miss.
-        gone = {key for key in freed if not self.registry.reference_count(key)}
-        self.engine.erase([r.token_ids for r in records if r.key in gone])
-
     def delete(self, doc_id: str) -> None:
         """Forget a document and the KV that no other document shares.
 
@@ -321,7 +315,7 @@ class EpicRAG:
             If there is no such document; names close matches.
         """
         old = self.registry.chunks(doc_id) if doc_id in self.registry else []
-        self._erase(old, self.registry.delete_document(doc_id))
+        self.compiler.erase(old, self.registry.delete_document(doc_id))
         self._fell_back = True
 
     def _settings_hash(self) -> str:
@@ -424,13 +418,8 @@ class EpicRAG:
 
     def key_of(self, record: ChunkRecord) -> ChunkKey:
         """The chunk's best form for this model; compiled now if it has none."""
-        if self.engine.has(ChunkKey(record.key)):
-            return ChunkKey(record.key)
-        self._fell_back = True
-        key = self.engine.find(record.token_ids, self.compiler.plain_context())
-        if key is None:
-            logger.info("chunk %s has no KV for this model: compiling it now", record.chunk_id)
-            key = self.engine.compile(record.token_ids, self.compiler.plain_context())
+        key = self.compiler.form_of(record)
+        self._fell_back |= key.hex != record.key
         return key
 
     def _fitting(

@@ -7,7 +7,6 @@ prompt the framework makes of them, and turns the prompt into segments that the 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import threading
 import time
@@ -30,8 +29,6 @@ from epic_rag.registry import ChunkRecord, DocumentRecord, Registry
 from epic_rag.retrieval import Vectors
 
 __all__ = ["AddReport", "CompiledTexts", "Drift", "TextItem", "cut_known"]
-
-logger = logging.getLogger(__name__)
 
 Prompt = list[tuple[int, ...] | ChunkKey]
 
@@ -184,7 +181,7 @@ class CompiledTexts:
             chunk = ChunkRecord(f"{item.text_id}#0", item.text_id, 0, text, own, key.hex)
             old = self._record(item.text_id)
             freed = self.registry.put_document(document, [chunk], vectors[number : number + 1])
-            self._erase([] if old is None else [old], freed)
+            self.compiler.erase([] if old is None else [old], freed)
         self._follow(dict(zip((item.text_id for item in items), texts, strict=True)), (), before)
 
     def _vectors(self, items: Sequence[TextItem]) -> Vectors:
@@ -199,10 +196,6 @@ class CompiledTexts:
                 row /= max(float(np.linalg.norm(row)), 1e-12)
         return rows
 
-    def _erase(self, records: Sequence[ChunkRecord], freed: Sequence[str]) -> None:
-        gone = {key for key in freed if not self.registry.reference_count(key)}
-        self.engine.erase([r.token_ids for r in records if r.key in gone])
-
     def remove(self, text_ids: Iterable[str]) -> int:
         """Forget texts, and the KV that no other text shares or saw; returns how many there were."""
         count = 0
@@ -212,7 +205,7 @@ class CompiledTexts:
             for text_id in text_ids:
                 record = self._record(text_id)
                 if record is not None:
-                    self._erase([record], self.registry.delete_document(text_id))
+                    self.compiler.erase([record], self.registry.delete_document(text_id))
                     count += 1
             self._follow({}, text_ids, before)
         return count
@@ -338,7 +331,7 @@ class CompiledTexts:
         # Somebody may have removed or changed the text since it was found.
         if record is None or record.text != part.text:
             return self.encode(part.text)
-        return self._key(record)
+        return self.compiler.form_of(record)
 
     def key_of(self, text_id: str) -> ChunkKey:
         """The text's best form for this model; compiled now if it has none.
@@ -351,18 +344,7 @@ class CompiledTexts:
         record = self._record(text_id)
         if record is None:
             raise RagError(f"there is no compiled text {text_id!r}: add() it first.")
-        return self._key(record)
-
-    def _key(self, record: ChunkRecord) -> ChunkKey:
-        key = ChunkKey(record.key)
-        if self.engine.has(key):
-            return key
-        plain = self.compiler.plain_context()
-        found = self.engine.find(record.token_ids, plain)
-        if found is None:
-            logger.info("text %s has no KV for this model: compiling it now", record.doc_id)
-            found = self.engine.compile(record.token_ids, plain)
-        return found
+        return self.compiler.form_of(record)
 
     # -- life ------------------------------------------------------------------------------------------------------
 
