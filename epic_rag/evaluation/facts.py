@@ -57,39 +57,31 @@ class FactForm:
         ]
 
 
+def _three_digits(rng: random.Random) -> str:
+    return str(rng.randrange(100, 1000))
+
+
 FORMS = (
+    FactForm("room", "The {place} team is in room {value}.", "In which room is the {place} team?", _three_digits),
     FactForm(
         "passcode",
-        "The passcode of the {place} office is {value}.",
-        "What is the passcode of the {place} office?",
-        lambda rng: str(rng.randrange(1000, 10000)),
+        "The {place} team has passcode {value}.",
+        "Which passcode does the {place} team have?",
+        _three_digits,
     ),
     FactForm(
-        "code",
-        "The code for {place} is {value}.",
-        "What is the code for {place}?",
-        lambda rng: str(rng.randrange(1000, 10000)),
-    ),
-    FactForm(
-        "price",
-        "The price for {place} is {value}.",
-        "What is the price for {place}?",
-        lambda rng: str(rng.randrange(1000, 10000)),
-    ),
-    FactForm(
-        "room",
-        "The meeting in {place} is in room {value}.",
-        "In which room is the meeting in {place}?",
-        lambda rng: str(rng.randrange(100, 1000)),
+        "price", "The {place} ticket costs {value} dollars.", "How much does the {place} ticket cost?", _three_digits
     ),
     FactForm(
         "contact",
-        "The contact number for {place} is {value}.",
-        "What is the contact number for {place}?",
-        lambda rng: str(rng.randrange(1000, 10000)),
+        "The {place} team has phone extension {value}.",
+        "Which phone extension does the {place} team have?",
+        _three_digits,
     ),
+    FactForm("bus", "The {place} bus is number {value}.", "Which number is the {place} bus?", _three_digits),
 )
-"""All forms. Values are short and stand close to what they belong to: wordier sentences, such as "the cat of the
-train station in Porto is called Domino" or "the {place} hotel costs {value} euros a night", are beyond a model of a
-hundred million parameters even without any linking, and so are names of people.
+"""All forms. Values are short and stand close to what they belong to, for a model of a hundred million parameters must
+be able to read them off without any linking. SmolLM2-135M reads three quarters of these; of longer numbers behind the
+place ("the code for Oslo is 4821") half, of labels ("Oslo code: 4821") an eighth, and neither names of people nor
+wordier sentences.
 """

@@ -2,7 +2,8 @@
 
 =============  =====================================================================================================
 ``needle``     one fact at a depth (0 first, 1 last) of a filler of some length; ``needle:500,4000`` sets the lengths
-``templated``  5–8 chunks of prose, each with the same sentence form and its own value; asks for one of them
+``templated``  5–8 chunks of prose, each with the same sentence form and its own value; asks for one of them. Three
+               questions about the same chunks, in three orders, follow each other
 ``fewshot``    examples of a small task as documents, in three orders; asks for one more
 ``order``      a ``templated`` example's documents in four orders: the answer should not change
 ``tenants``    a ``templated`` example under four system prompts: the documents stay compiled as they were
@@ -23,7 +24,7 @@ from itertools import accumulate
 from epic_engine.errors import ConfigError
 
 from epic_rag.evaluation.example import EvalExample
-from epic_rag.evaluation.facts import FORMS
+from epic_rag.evaluation.facts import FORMS, Fact, FactForm
 from epic_rag.evaluation.filler import Filler
 from epic_rag.evaluation.tasks import TASKS
 
@@ -38,6 +39,7 @@ _CHUNKS = (5, 8)
 _CHUNK_TOKENS = (90, 160)
 _FEWSHOT_ORDERS = 3
 _ORDERS = 4
+_QUESTIONS = 3
 _FEWSHOT_SYSTEM = "Learn the task from the examples in the documents. Answer with one word."
 _TENANTS = {
     "default": None,
@@ -89,9 +91,10 @@ def _documents(sentences: Sequence[str], count: CountTokens) -> tuple[str, ...]:
     return tuple(" ".join(document) for document in documents)
 
 
-def _templated(index: int, seed: int, count: CountTokens, lengths: tuple[int, ...]) -> EvalExample:
-    rng = random.Random(f"{seed}/templated/{index}")
-    form = FORMS[index % len(FORMS)]
+def _records(base: int, seed: int, count: CountTokens) -> tuple[FactForm, list[str], list[Fact]]:
+    """Chunks that each hold a fact of one form in prose: the first half for the prompt, the others for its store."""
+    rng = random.Random(f"{seed}/templated/{base}")
+    form = FORMS[base % len(FORMS)]
     chunks = rng.randint(*_CHUNKS)
     filler = Filler(rng, count)
     # The fact comes on top of the prose.
@@ -100,16 +103,31 @@ def _templated(index: int, seed: int, count: CountTokens, lengths: tuple[int, ..
     facts = form.facts(rng, len(texts), _words([s for text in texts for s in text]))
     for text, fact in zip(texts, facts, strict=True):
         text.insert(rng.randint(0, len(text)), fact.sentence)
-    asked = rng.randrange(chunks)
+    return form, [" ".join(text) for text in texts], facts
+
+
+def _templated(index: int, seed: int, count: CountTokens, lengths: tuple[int, ...]) -> EvalExample:
+    base, turn = divmod(index, _QUESTIONS)
+    form, texts, facts = _records(base, seed, count)
+    chunks = len(texts) // 2
+    order = list(range(chunks))
+    random.Random(f"{seed}/templated/{base}/asked").shuffle(order)
+    asked = order[turn]
+    random.Random(f"{seed}/templated/{base}/{turn}").shuffle(order)
     return EvalExample(
         f"templated-{index}",
-        tuple(" ".join(text) for text in texts[:chunks]),
+        tuple(texts[i] for i in order),
         facts[asked].question,
         (facts[asked].answer,),
-        corpus=f"templated-{seed}-{index}",
-        others=tuple(" ".join(text) for text in texts[chunks:]),
+        corpus=f"templated-{seed}-{base}",
+        others=tuple(texts[chunks:]),
         scorer="contains",
-        group={"form": form.name, "chunks": str(chunks), "place": str(asked + 1)},
+        group={
+            "form": form.name,
+            "chunks": str(chunks),
+            "place": str(order.index(asked) + 1),
+            "records": str(base),
+        },
     )
 
 
@@ -138,7 +156,7 @@ def _fewshot(index: int, seed: int, count: CountTokens, lengths: tuple[int, ...]
 
 def _order(index: int, seed: int, count: CountTokens, lengths: tuple[int, ...]) -> EvalExample:
     base, order = divmod(index, _ORDERS)
-    example = _templated(base, seed, count, lengths)
+    example = _templated(base * _QUESTIONS, seed, count, lengths)
     asked = int(example.group["place"]) - 1
     places = list(range(len(example.documents)))
     if order:
@@ -158,7 +176,7 @@ def _order(index: int, seed: int, count: CountTokens, lengths: tuple[int, ...]) 
 
 def _tenants(index: int, seed: int, count: CountTokens, lengths: tuple[int, ...]) -> EvalExample:
     base, number = divmod(index, len(_TENANTS))
-    example = _templated(base, seed, count, lengths)
+    example = _templated(base * _QUESTIONS, seed, count, lengths)
     tenant, system = list(_TENANTS.items())[number]
     group = {"form": example.group["form"], "place": example.group["place"], "tenant": tenant, "base": str(base)}
     return replace(example, example_id=f"tenants-{base}-{tenant}", system=system, group=group)

@@ -19,6 +19,8 @@ __all__ = ["RIGHT", "ArmSummary", "Summary", "summarise"]
 RIGHT = 0.5
 """An answer of at least this score counts as right; exact match and `contains` know 0 and 1 alone."""
 
+# Examples of equal value here are not independent: variations of one, and questions about the same documents.
+_CLUSTERS = ("base", "records")
 _MOST_VALUES = 12
 _GROUP_RESAMPLES = 500
 
@@ -115,7 +117,7 @@ def summarise(results: Sequence[ExampleResult], *, seed: int = 0) -> Summary:
             value: _arms(values[value], seed, _GROUP_RESAMPLES) for value in sorted(values, key=_numbers_as_such)
         }
         for dimension, values in by_value.items()
-        if dimension != "base" and 1 < len(values) <= _MOST_VALUES
+        if dimension not in _CLUSTERS and 1 < len(values) <= _MOST_VALUES
     }
     return Summary(len(measured), len(results) - len(measured), _arms(measured, seed, 2000), groups)
 
@@ -131,7 +133,7 @@ def _arms(results: Sequence[ExampleResult], seed: int, resamples: int) -> tuple[
     if not results:
         return ()
     columns = list(zip(*(r.arms for r in results), strict=True))
-    clusters = [r.group.get("base", r.digest) for r in results]
+    clusters = [next((f"{c} {r.group[c]}" for c in _CLUSTERS if c in r.group), r.digest) for r in results]
     return tuple(_summary(columns[0], column, results, clusters, seed, resamples) for column in columns)
 
 

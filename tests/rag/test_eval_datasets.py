@@ -191,6 +191,22 @@ def test_templated_chunks_share_a_form_with_different_values() -> None:
     assert set(forms) == {f.name for f in FORMS}
 
 
+def test_templated_asks_three_questions_about_the_same_records() -> None:
+    by_records: dict[str, list[EvalExample]] = {}
+    for example in load("templated", limit=30, seed=5):
+        by_records.setdefault(example.group["records"], []).append(example)
+    assert len(by_records) == 10
+    for asked in by_records.values():
+        assert len(asked) == 3
+        assert len({tuple(sorted(e.documents)) for e in asked}) == len({e.corpus for e in asked}) == 1
+        assert (
+            len({e.documents for e in asked})
+            == len({e.question for e in asked})
+            == len({e.answers for e in asked})
+            == 3
+        )
+
+
 def test_needle_covers_the_grid_at_the_lengths_asked_for() -> None:
     count = lambda text: len(text.split())  # noqa: E731
     examples = load("needle:300,900", limit=20, count_tokens=count)
