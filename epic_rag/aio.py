@@ -7,9 +7,9 @@ import contextvars
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-__all__ = ["ClosableStream", "drain", "iterate"]
+__all__ = ["ClosableStream", "Opening", "drain", "iterate"]
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
@@ -27,6 +27,31 @@ class ClosableStream(Protocol[T_co]):
 
 
 S = TypeVar("S", bound=ClosableStream[Any])
+
+
+class Opening(Generic[S]):
+    """Makes a stream for :func:`iterate`, and keeps it: for what it knows when its items are through.
+
+    Parameters
+    ----------
+    start
+        As in :func:`iterate`.
+
+    Attributes
+    ----------
+    stream
+        The stream; there from the first item on, and at the end.
+    """
+
+    stream: S
+
+    def __init__(self, start: Callable[[], S]) -> None:
+        self._start = start
+
+    def __call__(self) -> S:
+        """Make the stream."""
+        self.stream = self._start()
+        return self.stream
 
 
 async def iterate(start: Callable[[], ClosableStream[T]]) -> AsyncGenerator[T]:
@@ -117,13 +142,8 @@ async def drain(start: Callable[[], S]) -> S:
     ClosableStream
         The stream, at its end.
     """
-    kept: list[S] = []
-
-    def keep() -> S:
-        kept.append(start())
-        return kept[0]
-
-    async with aclosing(iterate(keep)) as items:
+    opening = Opening(start)
+    async with aclosing(iterate(opening)) as items:
         async for _ in items:
             pass
-    return kept[0]
+    return opening.stream

@@ -25,7 +25,7 @@ from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_validator
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import LLM
 
-from epic_rag.aio import drain, iterate
+from epic_rag.aio import Opening, drain, iterate
 from epic_rag.defaults import AUTO
 from epic_rag.engines import Lease, acquire
 from epic_rag.prompt_stream import PromptStream, chat_stream, text_stream
@@ -307,17 +307,12 @@ def _growing(stream: PromptStream, make: Callable[..., R]) -> Generator[R]:
 
 async def _agrowing(start: Callable[[], PromptStream], make: Callable[..., R]) -> AsyncGenerator[R]:
     text = ""
-    opened: list[PromptStream] = []
-
-    def keep() -> PromptStream:
-        opened.append(start())
-        return opened[0]
-
-    async with aclosing(iterate(keep)) as pieces:
+    opening = Opening(start)
+    async with aclosing(iterate(opening)) as pieces:
         async for piece in pieces:
             text += piece
             yield make(text, piece, None)
-    yield make(text, "", opened[0].completion)
+    yield make(text, "", opening.stream.completion)
 
 
 def use_tokenizer(llm: EpicLLM) -> None:

@@ -55,8 +55,7 @@ class EpicSynthesizer(CompactAndRefine):
             If not even the best node fits the context.
         """
         if self._links() and nodes:
-            nodes = self._prepare(query, nodes, response_kwargs)
-            response_kwargs = {**response_kwargs, "text_ids": [n.node.node_id for n in nodes]}
+            nodes, response_kwargs = self._prepare(query, nodes, response_kwargs)
         return super().synthesize(query, nodes, additional_source_nodes, **response_kwargs)
 
     async def asynthesize(
@@ -68,8 +67,7 @@ class EpicSynthesizer(CompactAndRefine):
     ) -> RESPONSE_TYPE:
         """As :meth:`synthesize`; the event loop goes on."""
         if self._links() and nodes:
-            nodes = await asyncio.to_thread(self._prepare, query, nodes, response_kwargs)
-            response_kwargs = {**response_kwargs, "text_ids": [n.node.node_id for n in nodes]}
+            nodes, response_kwargs = await asyncio.to_thread(self._prepare, query, nodes, response_kwargs)
         return await super().asynthesize(query, nodes, additional_source_nodes, **response_kwargs)
 
     def get_response(
@@ -124,12 +122,12 @@ class EpicSynthesizer(CompactAndRefine):
 
     def _prepare(
         self, query: QueryType, nodes: Sequence[NodeWithScore], variables: dict[str, Any]
-    ) -> list[NodeWithScore]:
-        """The nodes that fit, compiled."""
+    ) -> tuple[list[NodeWithScore], dict[str, Any]]:
+        """The nodes that fit, compiled, and the variables with their ids."""
         asked = query.query_str if isinstance(query, QueryBundle) else query
         kept = self._fitting(asked, nodes, variables)
         compile_nodes(self._epic, [n.node for n in kept if n.node.node_id not in self._epic.texts])
-        return kept
+        return kept, {**variables, "text_ids": [n.node.node_id for n in kept]}
 
     @property
     def _epic(self) -> EpicLLM:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +12,14 @@ import llama_index.core.instrumentation as instrument
 from epic_engine import ChunkKey, Engine, SamplingParams
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse
+from llama_index.core.bridge.pydantic import Field
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMChatStartEvent
 from llama_index.core.schema import BaseNode, MetadataMode, TextNode
 from llama_index_epic import EpicLLM
 
+from epic_rag.prompt_stream import PromptStream
 from tests.rag.stack import TEXTS, BagOfWords, model, tokenizer
 
 POLICY = "legolink:4"
@@ -37,10 +39,31 @@ class BagEmbedding(BaseEmbedding):
         return self._get_text_embedding(query)
 
 
-def tiny_llm(store: Path | None = None, **settings: Any) -> EpicLLM:
+class ScriptedLLM(EpicLLM):
+    """Puts given words in place of the model's where a prompt holds a marker: a random model makes no choices.
+
+    All else of such a call is real: the prompt, the forward passes, the counts, the events.
+    """
+
+    script: dict[str, str] = Field(default_factory=dict)
+
+    def _chat(self, messages: Sequence[ChatMessage], options: dict[str, Any]) -> Callable[[], PromptStream]:
+        start = super()._chat(messages, options)
+        words = [words for marker, words in self.script.items() if marker in (messages[-1].content or "")]
+        return (lambda: _reworded(start(), words[0])) if words else start
+
+
+def _reworded(stream: PromptStream, words: str) -> PromptStream:
+    for _ in stream:
+        pass
+    object.__setattr__(stream.completion, "text", words)
+    return stream
+
+
+def tiny_llm(store: Path | None = None, kind: type[EpicLLM] = EpicLLM, **settings: Any) -> EpicLLM:
     """An LLM on the tiny model."""
     settings = {"context": "isolated", "policy": POLICY, "max_tokens": TOKENS, **settings}
-    return EpicLLM.from_loaded(model(), tokenizer(), store=store, engine_options={"selftest": False}, **settings)
+    return kind.from_loaded(model(), tokenizer(), store=store, engine_options={"selftest": False}, **settings)
 
 
 def text_nodes() -> list[TextNode]:
@@ -115,3 +138,18 @@ def expected(
 def _cut(part: str, text: str) -> list[str]:
     pieces = part.split(text)
     return [x for piece in pieces for x in (piece, text)][:-1]
+
+
+def check_answers(
+    ended: Sequence[tuple[Sequence[ChatMessage], ChatResponse]], engine: Engine, texts: Sequence[str]
+) -> list[set[str]]:
+    """Every answer is the engine's for the same token ids, with the texts in its prompt linked; returns those."""
+    seen = []
+    for messages, response in ended:
+        text, found, tokens = expected(engine, messages, texts)
+        usage, epic = response.raw["usage"], response.raw["epic"]
+        assert response.message.content == text
+        assert epic["reuse"] == ("composed" if found else "none")
+        assert usage["linked_tokens"] >= 0.9 * tokens
+        seen.append(set(found))
+    return seen

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import llama_index.core
 import pytest
 from epic_engine import ConfigError
 from llama_index.core import (
@@ -250,10 +249,7 @@ def test_nodes_pass_unchanged_and_are_compiled_without_a_vector_store(llm: EpicL
     assert {i: llm.texts.text(i) for i in llm.texts.ids()} == {n.node_id: prompted(n) for n in nodes}
 
 
-def test_two_workers_compile_into_one_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # LlamaIndex's splitter fetches its token counter anew in every worker, unless it is told where it lies.
-    cache = Path(llama_index.core.__file__).parent / "_static" / "tiktoken_cache"
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
+def test_two_workers_compile_into_one_store(tmp_path: Path) -> None:
     with EpicLLM(
         model=save_model(tmp_path / "model"), store=tmp_path / "kv", context="isolated", policy="naive",
         device="cpu", dtype="float32", engine_options={"selftest": False},

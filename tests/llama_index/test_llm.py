@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from epic_engine import ConfigError, ContextLengthError, EngineClosedError, SamplingParams
 from llama_index.core import PromptTemplate, Settings
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
@@ -19,10 +20,11 @@ from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.llms.loading import load_llm
 from llama_index_epic import EpicLLM, use_tokenizer
+from llama_index_epic.responses import plain_messages
 
 from epic_rag.errors import RagError
 from epic_rag.texts import TextItem
-from tests.llama_index.stack import expected, recorded, tiny_llm
+from tests.llama_index.stack import ScriptedLLM, expected, recorded, tiny_llm
 from tests.rag.stack import TEXTS, model, save_model, tokenizer
 
 PROMPT = f"Context:\n{TEXTS['ferry']}\n\nWhen does it leave?"
@@ -218,28 +220,37 @@ async def test_cancelling_frees_the_engine(llm: EpicLLM) -> None:
     assert llm.chat(MESSAGES).message.content == answer(llm, MESSAGES)
 
 
-def test_structured_predict_parses_what_the_model_writes(llm: EpicLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_structured_predict_parses_what_the_model_writes() -> None:
     class Boat(BaseModel):
         name: str
         seats: int
 
-    prompts = []
-    real = EpicLLM._chat
-
-    def writes_json(self: EpicLLM, messages: list[ChatMessage], options: dict[str, object]) -> object:
-        prompts.append(messages[-1].content)
-        stream = real(self, messages, options)()
-        for _ in stream:
-            pass
-        # A random model writes no JSON: everything but its words is real.
-        object.__setattr__(stream.completion, "text", '{"name": "Ines", "seats": 6}')
-        return lambda: stream
-
-    monkeypatch.setattr(EpicLLM, "_chat", writes_json)
-    boat = llm.structured_predict(Boat, PromptTemplate("Name a boat of {place}."), place="the harbour")
+    with recorded() as calls, tiny_llm(kind=ScriptedLLM, script={"Name a boat": '{"name": "Ines", "seats": 6}'}) as llm:
+        boat = llm.structured_predict(Boat, PromptTemplate("Name a boat of {place}."), place="the harbour")
     assert boat == Boat(name="Ines", seats=6)
-    assert prompts[0].startswith("Name a boat of the harbour.")
-    assert '"seats"' in prompts[0]
+    ((messages,),) = calls.started
+    assert messages.content.startswith("Name a boat of the harbour.")
+    assert '"seats"' in messages.content
+
+
+def test_llama_indexs_own_hugging_face_llm_runs_on_the_engines_model(llm: EpicLLM) -> None:
+    stock = pytest.importorskip("llama_index.llms.huggingface")
+    assert llm.chat(MESSAGES).raw["epic"]["reuse"] == "composed"
+    reference, fresh = llm.engine.decoder.reference, model.__wrapped__()
+    with torch.inference_mode():
+        row = torch.tensor([list(range(40))])
+        assert torch.equal(reference(row).logits, fresh(row).logits)  # as if there were no engine
+    other = stock.HuggingFaceLLM(
+        model=reference, tokenizer=llm.engine.tokenizer, is_chat_model=True, max_new_tokens=8,
+        generate_kwargs={"do_sample": False},
+    )  # fmt: skip
+    plain = [ChatMessage(content="Who is the harbour master?")]
+    assert llm.chat(plain).raw["epic"]["reuse"] == "none"  # with nothing to cut out, both have the same token ids
+    whole = other.chat(plain).raw["model_output"][0].tolist()
+    prompt = tokenizer()(other.messages_to_prompt(plain), add_special_tokens=False)["input_ids"]
+    assert [prompt] == [list(part) for part in llm.texts.composer.segments(plain_messages(plain), llm.texts.find)]
+    assert whole[: len(prompt)] == prompt
+    assert whole[len(prompt) :] == list(llm.engine.generate([prompt], SamplingParams(max_tokens=8)).token_ids)
 
 
 def test_system_prompt(llm: EpicLLM) -> None:

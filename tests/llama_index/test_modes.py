@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from epic_engine import Engine
 from llama_index.core import PromptTemplate, Settings, SummaryIndex, VectorStoreIndex
-from llama_index.core.base.base_selector import SelectorResult, SingleSelection
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
-from llama_index.core.query_engine import RouterQueryEngine
-from llama_index.core.selectors import LLMSingleSelector
-from llama_index.core.tools import QueryEngineTool
 from llama_index_epic import EpicLLM
 
 from epic_rag.texts import TextItem
-from tests.llama_index.stack import BagEmbedding, Calls, expected, prompted, recorded, text_nodes, tiny_llm
-from tests.rag.stack import model, tokenizer
+from tests.llama_index.stack import BagEmbedding, Calls, check_answers, prompted, recorded, text_nodes, tiny_llm
 
 QUESTION = "Who is the harbour master, and what do boats pay?"
 NODES = text_nodes()
@@ -35,30 +29,13 @@ def llm() -> Iterator[EpicLLM]:
 
 
 @pytest.fixture(scope="module")
-def oracle() -> Iterator[Engine]:
-    """An engine of its own: nothing of ours lies between it and the token ids."""
-    with Engine(model(), tokenizer=tokenizer(), selftest=False) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def index() -> VectorStoreIndex:
     return VectorStoreIndex(text_nodes(), embed_model=BagEmbedding())
 
 
 def check(calls: Calls, oracle: Engine, sources: list[str], linked: bool = True) -> None:
     assert calls.names.count("LLMChatStartEvent") == calls.names.count("LLMChatEndEvent") == len(calls.ended) > 0
-    seen = set()
-    for messages, response in calls.ended:
-        text, found, tokens = expected(oracle, messages, TEXTS)
-        usage, epic = response.raw["usage"], response.raw["epic"]
-        assert response.message.content == text
-        if found:
-            assert epic["reuse"] == "composed"
-            assert usage["linked_tokens"] >= 0.9 * tokens
-        else:
-            assert epic["reuse"] == "none"
-        seen |= set(found)
+    seen = set().union(*check_answers(calls.ended, oracle, TEXTS))
     assert seen == (set(sources) if linked else set())
 
 
@@ -162,17 +139,3 @@ def test_summary_index_and_templates_of_ones_own(llm: EpicLLM, oracle: Engine) -
     with recorded() as calls:
         engine.query(QUESTION)
     check(calls, oracle, TEXTS)
-
-
-def test_a_router_that_sees_an_llm_only(llm: EpicLLM, oracle: Engine, index: VectorStoreIndex) -> None:
-    class First(LLMSingleSelector):
-        def _select(self, choices: Any, query: Any) -> Any:
-            self._llm.predict(self._prompt, num_choices=len(choices), context_list="(1) harbour", query_str=str(query))
-            return SelectorResult(selections=[SingleSelection(index=0, reason="a random model chooses at random")])
-
-    tool = QueryEngineTool.from_defaults(index.as_query_engine(llm=llm, similarity_top_k=2), description="harbour")
-    router = RouterQueryEngine(selector=First.from_defaults(llm=llm), query_engine_tools=[tool], llm=llm)
-    with recorded() as calls:
-        answer = router.query(QUESTION)
-    check(calls, oracle, [prompted(s.node) for s in answer.source_nodes])
-    assert len(calls.ended) == 2

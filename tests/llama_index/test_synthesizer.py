@@ -20,7 +20,7 @@ from llama_index_epic import (
 )
 
 from tests.llama_index.stack import BagEmbedding, expected, prompted, recorded, text_nodes, tiny_llm
-from tests.rag.stack import model, tokenizer
+from tests.rag.stack import tokenizer
 
 QUESTION = "Who is the harbour master?"
 TEXTS = [prompted(node) for node in text_nodes()]
@@ -30,12 +30,6 @@ TEXTS = [prompted(node) for node in text_nodes()]
 def llm() -> Iterator[EpicLLM]:
     with tiny_llm() as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def oracle() -> Iterator[Engine]:
-    with Engine(model(), tokenizer=tokenizer(), selftest=False) as engine:
-        yield engine
 
 
 def index() -> VectorStoreIndex:
