@@ -15,7 +15,7 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -26,7 +26,7 @@ from epic_engine import ConfigError, Engine, EngineClosedError
 from epic_rag.defaults import AUTO
 from epic_rag.texts import CompiledTexts
 
-__all__ = ["Lease", "acquire", "close_all"]
+__all__ = ["LazyLease", "Lease", "acquire", "close_all"]
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +132,40 @@ class Lease:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class LazyLease:
+    """A lease that is taken at its first use, and again after it was given back; any number of threads may use one.
+
+    Parameters
+    ----------
+    take
+        Takes the lease; what :func:`acquire` returns.
+    """
+
+    def __init__(self, take: Callable[[], Lease]) -> None:
+        self._take = take
+        self._lease: Lease | None = None
+        self._lock = threading.Lock()
+
+    def get(self) -> Lease:
+        """The lease."""
+        with self._lock:
+            if self._lease is None:
+                self._lease = self._take()
+            return self._lease
+
+    @property
+    def taken(self) -> bool:
+        """Whether it is held now."""
+        return self._lease is not None
+
+    def close(self) -> None:
+        """Give it back, if it is held."""
+        with self._lock:
+            lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.close()
 
 
 _lock = threading.Lock()

@@ -7,6 +7,7 @@ All derive from :class:`RagError`, and through it from :class:`epic_engine.error
     EpicError
     └── RagError
         ├── DocumentError (ValueError)              a document that cannot be read; names the path and the fix
+        ├── GrammarError (ValueError)               a form of answer that cannot be enforced; names what cannot
         ├── RegistryError                           the registry of ingested documents cannot be used as asked
         │   └── DocumentNotFoundError (KeyError)    an id that the registry does not hold; names close matches
         └── MissingDependencyError (ImportError)    an optional package is absent; names the pip command
@@ -17,6 +18,7 @@ from epic_engine.errors import EpicError
 __all__ = [
     "DocumentError",
     "DocumentNotFoundError",
+    "GrammarError",
     "MissingDependencyError",
     "RagError",
     "RegistryError",
@@ -29,6 +31,10 @@ class RagError(EpicError):
 
 class DocumentError(RagError, ValueError):
     """A document that cannot be read or is of an unsupported kind."""
+
+
+class GrammarError(RagError, ValueError):
+    """A schema, pattern or tokenizer for which an answer's form cannot be enforced."""
 
 
 class RegistryError(RagError):

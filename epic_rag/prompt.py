@@ -1,25 +1,23 @@
 """Prompts as segments: a head, the documents, and a tail, each encoded apart."""
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from epic_rag.call_syntax import CallSyntax, marker_texts
 from epic_rag.errors import RagError
+from epic_rag.rendering import render_template
+from epic_rag.slots import DOCUMENTS_SLOT, Piece, Slots
 from epic_rag.tokenization import SegmentTokenizer
+from epic_rag.tool_prompts import ToolPrompts, has_tools
 
 __all__ = ["DEFAULT_DOCUMENTS_HEADER", "DEFAULT_SYSTEM_PROMPT", "PromptComposer", "TextPart"]
 
 DEFAULT_SYSTEM_PROMPT = "Answer the question in one short sentence, using only the facts in the documents."
 DEFAULT_DOCUMENTS_HEADER = "Documents:\n\n"
-
-# Stands in for a text while the template is rendered: alphanumeric, so that templates that trim or inspect
-# the content leave it whole, and never looked up in a text, only in what the template made of it.
-_SLOT = re.compile(r"EpicSlot7f3a91c2N(\d+)E")
-_DOCUMENTS = "EpicSlot7f3a91c2N0E"
 
 _PLAIN_TEMPLATE = (
     "{% for message in messages %}"
@@ -30,7 +28,6 @@ _PLAIN_TEMPLATE = (
 )
 
 _Message = Mapping[str, str]
-_Pieces = list[tuple[str, bool]]
 
 
 @dataclass(frozen=True)
@@ -47,29 +44,6 @@ class TextPart:
 
     text: str
     name: str | None = None
-
-
-class _Slots:
-    """The texts that stand behind the placeholders of one rendering."""
-
-    def __init__(self) -> None:
-        self.texts = [""]
-
-    def hide(self, text: str) -> str:
-        """Put a placeholder in the text's place; white space around it stays, to be stripped or kept."""
-        core = text.strip()
-        if not core:
-            return text
-        start = text.index(core)
-        self.texts.append(core)
-        return f"{text[:start]}EpicSlot7f3a91c2N{len(self.texts) - 1}E{text[start + len(core) :]}"
-
-    def pieces(self, rendered: str) -> tuple[_Pieces, list[int]]:
-        """Split at the placeholders: (text, comes from the template), and the placeholders' numbers."""
-        parts = _SLOT.split(rendered)
-        numbers = [int(part) for part in parts[1::2]]
-        pieces = [(self.texts[int(part)], False) if index % 2 else (part, True) for index, part in enumerate(parts)]
-        return pieces, numbers
 
 
 class PromptComposer:
@@ -120,11 +94,14 @@ class PromptComposer:
         self._options = dict(template_options or {})
         if tokenizer.chat_template is None:
             self._template = ("{{ bos_token }}" if _adds_bos(tokenizer) else "") + _PLAIN_TEMPLATE
+            self._tool_template = self._template
         else:
             self._template = tokenizer.get_chat_template()
+            # Some models have a template of its own for tools.
+            self._tool_template = tokenizer.get_chat_template(tools=[])
         self._folds_system = not self._accepts_system()
         head, _, self._head_slots = self._split([{"role": "user", "content": "Q"}], with_documents=True)
-        self._head_ids = tuple(self.tokenizer.encode_rendered(head))
+        self._head_ids = self._encode(head)
         self._stop_token_ids = self._find_stop_tokens()
 
     @property
@@ -208,7 +185,7 @@ class PromptComposer:
                 "this chat template moves the system prompt when there is a history, so the head of the "
                 "prompt changes: pass all messages to compose_messages instead"
             )
-        return tuple(self.tokenizer.encode_rendered(tail))
+        return self._encode(tail)
 
     def compose(self, chunks: Sequence[tuple[int, ...]], question: str) -> list[tuple[int, ...]]:
         """Compose the prompt for one question.
@@ -258,23 +235,43 @@ class PromptComposer:
             the chat template refuses the messages.
         """
         head, tail, _ = self._split(messages, with_documents=bool(chunks))
-        return [
-            tuple(self.tokenizer.encode_rendered(head)),
-            *chunks,
-            tuple(self.tokenizer.encode_rendered(tail)),
-        ]
+        return [self._encode(head), *chunks, self._encode(tail)]
+
+    @property
+    def call_syntax(self) -> CallSyntax:
+        """How the model writes tool calls: as its chat template does, or as it is told in the system message."""
+        return self._tool_prompts.template.syntax
+
+    @property
+    def call_token_ids(self) -> tuple[int, ...]:
+        """Ids of the control tokens that mark tool calls: calls are found in texts that keep them."""
+        known = self._hf_tokenizer.added_tokens_encoder
+        return tuple(known[text] for text in marker_texts(self.call_syntax) if text in known)
+
+    @cached_property
+    def _tool_prompts(self) -> ToolPrompts:
+        return ToolPrompts(partial(self._render, template=self._tool_template), self.tokenizer)
 
     def segments(
-        self, messages: Sequence[_Message], find: Callable[[str], Sequence[TextPart]]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        find: Callable[[str], Sequence[TextPart]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[tuple[int, ...] | TextPart]:
         """Compose the prompt for a conversation whose messages may hold compiled texts anywhere.
 
         Parameters
         ----------
         messages : sequence of {"role", "content"}
-            As for :meth:`compose_messages`.
+            As for :meth:`compose_messages`. Beyond these, a message of the assistant may hold ``"tool_calls"``, a
+            sequence of :class:`~epic_rag.tool_calls.ToolCall`, and ``{"role": "tool", "content", "tool_call_id",
+            "name"}`` is the result of one; it may come last.
         find : callable
-            Cuts a message's text into compiled texts and what stands between them.
+            Cuts a message's text into compiled texts and what stands between them. Compiled texts in a result
+            stand as they are where the template makes a JSON string of it.
+        tools : sequence of mappings
+            Definitions in OpenAI's form, ``{"type": "function", "function": {…}}``.
 
         Returns
         -------
@@ -284,8 +281,10 @@ class PromptComposer:
         Raises
         ------
         RagError
-            As for :meth:`compose_messages`.
+            As for :meth:`compose_messages`, or if a result follows no call, or a tool or call is not JSON.
         """
+        if tools or has_tools(messages):
+            return self._cut(self._tool_prompts.pieces(messages, tools, self.system_prompt), find)
         head, tail, _ = self._split(messages, with_documents=False)
         return self._cut([*head, *tail], find)
 
@@ -299,17 +298,21 @@ class PromptComposer:
         return self._encode_parts((part, True) for part in find(text))
 
     def _cut(
-        self, pieces: Sequence[tuple[str, bool]], find: Callable[[str], Sequence[TextPart]]
+        self, pieces: Sequence[Piece], find: Callable[[str], Sequence[TextPart]]
     ) -> list[tuple[int, ...] | TextPart]:
-        return self._encode_parts(
-            (part, is_template)
-            for text, is_template in pieces
-            for part in ([TextPart(text)] if is_template else find(text))
-        )
+        def parts_of(piece: Piece) -> Iterable[TextPart]:
+            if piece.is_template or not piece.searched:
+                return [TextPart(piece.shown)]
+            return [TextPart(piece.escape(p.text)) if p.name is None else p for p in find(piece.text)]
+
+        return self._encode_parts((part, piece.is_template) for piece in pieces for part in parts_of(piece))
+
+    def _encode(self, pieces: Iterable[Piece]) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode_rendered((piece.shown, piece.is_template) for piece in pieces))
 
     def _encode_parts(self, parts: Iterable[tuple[TextPart, bool]]) -> list[tuple[int, ...] | TextPart]:
         found: list[tuple[int, ...] | TextPart] = []
-        pending: _Pieces = []
+        pending: list[tuple[str, bool]] = []
         for part, is_template in [*parts, (TextPart("", ""), True)]:
             if part.name is None:
                 pending.append((part.text, is_template))
@@ -334,15 +337,17 @@ class PromptComposer:
         """
         return "".join(self.tokenizer.decode(segment) for segment in segments)
 
-    def _split(self, messages: Sequence[_Message], with_documents: bool) -> tuple[_Pieces, _Pieces, tuple[int, ...]]:
+    def _split(
+        self, messages: Sequence[_Message], with_documents: bool
+    ) -> tuple[list[Piece], list[Piece], tuple[int, ...]]:
         """Render the messages and split them where the documents belong.
 
         Returns the pieces before and after, and the numbers of the placeholders before.
         """
         system, turns = _merge(messages)
         system = system or self.system_prompt
-        slots = _Slots()
-        rendered_turns: list[dict[str, str]] = []
+        slots = Slots()
+        rendered_turns: list[dict[str, Any]] = []
         if system and not self._folds_system:
             rendered_turns.append({"role": "system", "content": slots.hide(system)})
         first_user = True
@@ -355,7 +360,7 @@ class PromptComposer:
                 if system and self._folds_system:
                     lead = slots.hide(system) + "\n\n"
                 if with_documents:
-                    lead += slots.hide(self.documents_header) + _DOCUMENTS
+                    lead += slots.hide(self.documents_header) + DOCUMENTS_SLOT
                     content = self.question_prefix + content
             if role == "user" and cut_slot is None and content.strip():
                 cut_slot = len(slots.texts)
@@ -370,26 +375,19 @@ class PromptComposer:
         cut = 2 * len(before) + 1
         return pieces[:cut], pieces[cut + with_documents :], tuple(before)
 
-    def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        try:
-            rendered = self._hf_tokenizer.apply_chat_template(
-                messages,
-                chat_template=self._template,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self._options,
-            )
-        except TemplateError as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise RagError(
-                f"the chat template refuses messages with the roles {roles} ({error}): "
-                "reorder the messages, or pass a tokenizer with another chat_template"
-            ) from error
-        return str(rendered)
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        template: str | None = None,
+    ) -> str:
+        chosen = self._template if template is None else template
+        return render_template(self._hf_tokenizer, chosen, messages, add_generation_prompt, tools, self._options)
 
     def _accepts_system(self) -> bool:
-        slots = _Slots()
-        messages = [
+        slots = Slots()
+        messages: list[dict[str, Any]] = [
             {"role": "system", "content": slots.hide("S")},
             {"role": "user", "content": slots.hide("Q")},
         ]
@@ -405,7 +403,7 @@ class PromptComposer:
         eos = self._hf_tokenizer.eos_token_id
         if eos is not None:
             stops.append(int(eos))
-        slots = _Slots()
+        slots = Slots()
         messages = [
             {"role": "user", "content": slots.hide("Q")},
             {"role": "assistant", "content": slots.hide("A")},

@@ -6,8 +6,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from epic_engine import ChunkNotFoundError, Completion, LinkPolicy, SamplingParams, Stream, StreamEvent
+from epic_engine import (
+    ChunkNotFoundError,
+    Completion,
+    LinkPolicy,
+    SamplingParams,
+    Stream,
+    StreamEvent,
+    TokenConstraint,
+)
 
 from epic_rag.prompt import TextPart
 from epic_rag.texts import CompiledTexts
@@ -36,6 +45,7 @@ class PromptStream:
         cut: Callable[[], Parts],
         sampling: SamplingParams,
         policy: str | LinkPolicy | None,
+        constraint: Callable[[], TokenConstraint] | None = None,
     ) -> None:
         begin = time.perf_counter()
         self.parts = list(cut())
@@ -43,13 +53,18 @@ class PromptStream:
         self._policy = texts.policy if policy is None else policy
         stop_ids = tuple({*sampling.stop_token_ids, *texts.composer.stop_token_ids})
         self._sampling = replace(sampling, stop_token_ids=stop_ids)
+        self._constraint = constraint
         self._cancelled = False
         self._stream = self._start()
         self._tokenise_seconds = time.perf_counter() - begin
         self._began = False
 
     def _start(self) -> Stream:
-        stream = self._texts.engine.stream(self._texts.prompt(self.parts), self._sampling, policy=self._policy)
+        # A second start begins the answer anew, and so must its constraint.
+        constraint = None if self._constraint is None else self._constraint()
+        stream = self._texts.engine.stream(
+            self._texts.prompt(self.parts), self._sampling, policy=self._policy, constraint=constraint
+        )
         if self._cancelled:
             stream.close()
         return stream
@@ -95,11 +110,13 @@ class PromptStream:
 
 def chat_stream(
     texts: CompiledTexts,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     sampling: SamplingParams,
     *,
     policy: str | LinkPolicy | None = None,
     text_ids: Sequence[str] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
+    constraint: Callable[[], TokenConstraint] | None = None,
 ) -> PromptStream:
     """Answer a conversation; compiled texts are found wherever they stand in it.
 
@@ -115,16 +132,27 @@ def chat_stream(
         Link policy; None takes that of the texts.
     text_ids
         Ids of texts that the messages are known to hold, in order.
+    tools
+        What the model may call, in OpenAI's form. Calls come as the model writes them, their marks included:
+        :class:`~epic_rag.tool_calls.ToolCallStream` reads them.
+    constraint
+        Makes what limits the answer's tokens, such as ``lambda: texts.grammars.json_schema(schema)``; called for
+        every attempt at an answer.
 
     Raises
     ------
     RagError
-        If the messages cannot be made a prompt.
+        If the messages and tools cannot be made a prompt.
     ContextLengthError
         If prompt and answer exceed the model's context.
     """
     find = texts.finder(text_ids) if text_ids else texts.find
-    return PromptStream(texts, lambda: texts.composer.segments(messages, find), sampling, policy)
+    if tools:
+        visible = {*sampling.visible_token_ids, *texts.composer.call_token_ids}
+        sampling = replace(sampling, visible_token_ids=tuple(visible))
+    return PromptStream(
+        texts, lambda: texts.composer.segments(messages, find, tools=tools), sampling, policy, constraint
+    )
 
 
 def text_stream(
@@ -134,7 +162,8 @@ def text_stream(
     *,
     policy: str | LinkPolicy | None = None,
     text_ids: Sequence[str] = (),
+    constraint: Callable[[], TokenConstraint] | None = None,
 ) -> PromptStream:
     """As :func:`chat_stream`, for a prompt that carries its chat template already."""
     find = texts.finder(text_ids) if text_ids else texts.find
-    return PromptStream(texts, lambda: texts.composer.formatted_segments(text, find), sampling, policy)
+    return PromptStream(texts, lambda: texts.composer.formatted_segments(text, find), sampling, policy, constraint)

@@ -127,23 +127,34 @@ class Registry:
         RegistryError
             If chunks and document or embeddings do not belong together; nothing is changed then.
         """
-        check_chunks(document.doc_id, chunks)
-        matrix = check_embeddings(embeddings, len(chunks))
-        rows = [chunk_row(chunk, vector) for chunk, vector in zip(chunks, matrix, strict=True)]
+        return self.put_documents([(document, chunks, embeddings)])
+
+    def put_documents(
+        self, documents: Iterable[tuple[DocumentRecord, Sequence[ChunkRecord], npt.NDArray[np.float32]]]
+    ) -> list[str]:
+        """As :meth:`put_document` for each, in one transaction: the disk is waited for once."""
+        ready: list[tuple[DocumentRecord, int, list[tuple[Any, ...]]]] = []
+        for document, chunks, embeddings in documents:
+            check_chunks(document.doc_id, chunks)
+            matrix = check_embeddings(embeddings, len(chunks))
+            rows = [chunk_row(chunk, vector) for chunk, vector in zip(chunks, matrix, strict=True)]
+            ready.append((document, matrix.shape[1], rows))
         with self._transaction() as connection:
-            old = _keys_of(connection, document.doc_id)
-            connection.execute("DELETE FROM documents WHERE doc_id = ?", (document.doc_id,))
-            if rows:
-                _check_dimension(connection, matrix.shape[1])
-            connection.execute(
-                f"INSERT INTO documents ({DOCUMENT_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)",
-                document_row(document),
-            )
-            connection.executemany(
-                f"INSERT INTO chunks ({CHUNK_COLUMNS}, token_count, embedding) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                rows,
-            )
-            return _unreferenced(connection, old)
+            old: set[str] = set()
+            for document, dimension, rows in ready:
+                old.update(_keys_of(connection, document.doc_id))
+                connection.execute("DELETE FROM documents WHERE doc_id = ?", (document.doc_id,))
+                if rows:
+                    _check_dimension(connection, dimension)
+                connection.execute(
+                    f"INSERT INTO documents ({DOCUMENT_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)",
+                    document_row(document),
+                )
+                connection.executemany(
+                    f"INSERT INTO chunks ({CHUNK_COLUMNS}, token_count, embedding) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                    rows,
+                )
+            return _unreferenced(connection, sorted(old))
 
     def delete_document(self, doc_id: str) -> list[str]:
         """Delete a document and its chunks.
@@ -163,6 +174,15 @@ class Registry:
             if connection.execute("DELETE FROM documents WHERE doc_id = ?", (doc_id,)).rowcount == 0:
                 raise self._no_document(doc_id)
             return _unreferenced(connection, old)
+
+    def delete_documents(self, doc_ids: Iterable[str]) -> list[str]:
+        """As :meth:`delete_document` for each, in one transaction; unknown ids are passed over."""
+        with self._transaction() as connection:
+            old: set[str] = set()
+            for doc_id in doc_ids:
+                old.update(_keys_of(connection, doc_id))
+                connection.execute("DELETE FROM documents WHERE doc_id = ?", (doc_id,))
+            return _unreferenced(connection, sorted(old))
 
     def get_document(self, doc_id: str) -> DocumentRecord:
         """Return a document.

@@ -27,6 +27,7 @@ from epic_rag.ingest import PendingDocument
 from epic_rag.prompt import PromptComposer, TextPart
 from epic_rag.registry import ChunkRecord, DocumentRecord, Registry
 from epic_rag.retrieval import Vectors
+from epic_rag.structured import Grammars
 
 __all__ = ["AddReport", "CompiledTexts", "Drift", "TextItem", "cut_known"]
 
@@ -132,6 +133,8 @@ class CompiledTexts:
         self._index = TextIndex()
         self._indexed_at = -1
         self._lock = threading.RLock()
+        self._grammars: Grammars | None = None
+        self._making_grammars = threading.Lock()
 
     # -- in step with an index -----------------------------------------------------------------------------------
 
@@ -175,13 +178,14 @@ class CompiledTexts:
         ]
         keys = self.compiler.compile(ids, texts, vectors, self.compiler.pool(pending, [vectors]), progress)
         before = self.registry.changes_token()
+        old = [record for item in items if (record := self._record(item.text_id)) is not None]
+        records = []
         for number, (item, text, own, key) in enumerate(zip(items, texts, ids, keys, strict=True)):
             digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
             document = DocumentRecord(item.text_id, item.group, digest, "", {}, time.time())
             chunk = ChunkRecord(f"{item.text_id}#0", item.text_id, 0, text, own, key.hex)
-            old = self._record(item.text_id)
-            freed = self.registry.put_document(document, [chunk], vectors[number : number + 1])
-            self.compiler.erase([] if old is None else [old], freed)
+            records.append((document, [chunk], vectors[number : number + 1]))
+        self.compiler.erase(old, self.registry.put_documents(records))
         self._follow(dict(zip((item.text_id for item in items), texts, strict=True)), (), before)
 
     def _vectors(self, items: Sequence[TextItem]) -> Vectors:
@@ -198,17 +202,14 @@ class CompiledTexts:
 
     def remove(self, text_ids: Iterable[str]) -> int:
         """Forget texts, and the KV that no other text shares or saw; returns how many there were."""
-        count = 0
-        text_ids = list(text_ids)
+        text_ids = list(dict.fromkeys(text_ids))
         with self._lock:
             before = self.registry.changes_token()
-            for text_id in text_ids:
-                record = self._record(text_id)
-                if record is not None:
-                    self.compiler.erase([record], self.registry.delete_document(text_id))
-                    count += 1
-            self._follow({}, text_ids, before)
-        return count
+            records = [record for text_id in text_ids if (record := self._record(text_id)) is not None]
+            if records:
+                self.compiler.erase(records, self.registry.delete_documents(r.doc_id for r in records))
+                self._follow({}, text_ids, before)
+        return len(records)
 
     def remove_group(self, group: str) -> list[str]:
         """Forget all texts of a group; returns their ids."""
@@ -345,6 +346,24 @@ class CompiledTexts:
         if record is None:
             raise RagError(f"there is no compiled text {text_id!r}: add() it first.")
         return self.compiler.form_of(record)
+
+    @property
+    def grammars(self) -> Grammars:
+        """Constraints for answers of this engine; the first use reads the vocabulary, which takes about a second.
+
+        Raises
+        ------
+        MissingDependencyError
+            If llguidance is not installed.
+        GrammarError
+            If no grammar can be laid over this kind of tokenizer.
+        """
+        with self._making_grammars:
+            if self._grammars is None:
+                spec, composer = self.engine.spec, self.composer
+                ends = {*spec.end_ids, *composer.stop_token_ids}
+                self._grammars = Grammars(self.engine.tokenizer, spec.vocab_size, ends, segments=composer.tokenizer)
+            return self._grammars
 
     # -- life ------------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from .errors import (
 if TYPE_CHECKING:
     from .chunks import ChunkKey, CompiledChunk
     from .config import EngineConfig, SamplingParams
+    from .constraint import TokenConstraint
     from .contexts import CompileContext
     from .costs import CompileEstimate
     from .engine import Engine
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from .memory.file_store import FileStore
     from .memory.store import ChunkInfo, ChunkStore, MemoryStore, VerifyReport
     from .request import Completion, RequestStats, StageTimes, StreamEvent
+    from .sampler import TokenLogprob
     from .stream import LinkedPrompt, Stream
 
 __all__ = [
@@ -64,6 +66,8 @@ __all__ = [
     "StoreFormatError",
     "Stream",
     "StreamEvent",
+    "TokenConstraint",
+    "TokenLogprob",
     "UnsupportedModelError",
     "VerifyReport",
     "__version__",
@@ -77,6 +81,8 @@ _HOMES = {
     "CompiledChunk": ".chunks",
     "EngineConfig": ".config",
     "SamplingParams": ".config",
+    "TokenConstraint": ".constraint",
+    "TokenLogprob": ".sampler",
     "CompileContext": ".contexts",
     "CompileEstimate": ".costs",
     "Engine": ".engine",

@@ -96,6 +96,8 @@ class SamplingParams:
         Strings that end generation; the text returned ends before the first of them.
     stop_token_ids
         Token ids that end generation, besides the model's own end tokens.
+    visible_token_ids
+        Special tokens that stay in the text, such as a mark that opens tool calls; all others are left out of it.
     ignore_eos
         Go on past the model's end tokens; for benchmarks.
     logprobs
@@ -113,6 +115,7 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    visible_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
@@ -122,6 +125,7 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "visible_token_ids", tuple(self.visible_token_ids))
         object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
         for ok, message in (
             (self.max_tokens >= 1, f"max_tokens={self.max_tokens} must be at least 1"),

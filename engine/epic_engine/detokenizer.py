@@ -21,10 +21,16 @@ class Detokenizer:
         A Hugging Face tokenizer; None gives no text.
     stop
         Strings that end the text; they are not part of it.
+    visible
+        Ids of special tokens that stay in the text; all others are left out of it.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), visible: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._hidden: frozenset[int] | None = None  # None: what the tokenizer itself leaves out
+        if visible and tokenizer is not None:
+            special = (token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
+            self._hidden = frozenset(special) - frozenset(visible)
         self._stop = tuple(stop)
         self._ids: list[int] = []
         self._from = 0  # tokens before this are only context for the decoder's spacing
@@ -34,8 +40,9 @@ class Detokenizer:
         self.stopped = False
 
     def _decode(self, ids: Sequence[int]) -> str:
-        text = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return str(text)
+        shown = [i for i in ids if self._hidden is None or i not in self._hidden]
+        skip = self._hidden is None
+        return str(self._tokenizer.decode(shown, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
 
     def push(self, token_id: int) -> str:
         """Add a token; returns the text that is now certain (often empty)."""

@@ -16,6 +16,7 @@ from .attention.torch_backend import TorchBackend
 from .chunk_library import ChunkLibrary
 from .chunks import ChunkKey
 from .config import EngineConfig, SamplingParams
+from .constraint import TokenConstraint, check_constraint
 from .errors import (
     ConfigError,
     ContextLengthError,
@@ -113,6 +114,7 @@ class Engine(ChunkLibrary):
         sampling: SamplingParams | None = None,
         *,
         policy: str | LinkPolicy | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> Completion:
         """Link a prompt and generate.
 
@@ -125,6 +127,9 @@ class Engine(ChunkLibrary):
             How to draw tokens; greedy by default.
         policy
             Link policy; None takes the engine's default.
+        constraint
+            Limits which tokens may be drawn; it has state, so each generation needs its own. Log-probabilities
+            stay those of the model without it.
 
         Raises
         ------
@@ -133,9 +138,10 @@ class Engine(ChunkLibrary):
         ChunkNotFoundError
             If a key is unknown.
         ConfigError
-            If the prompt is empty, ids lie outside the vocabulary, or the policy is unknown.
+            If the prompt is empty, ids lie outside the vocabulary, the policy is unknown, or a constraint allows no
+            token or comes with ``ignore_eos``.
         """
-        stream = self.stream(prompt, sampling, policy=policy)
+        stream = self.stream(prompt, sampling, policy=policy, constraint=constraint)
         for _ in stream:
             pass
         return stream.completion
@@ -146,6 +152,7 @@ class Engine(ChunkLibrary):
         sampling: SamplingParams | None = None,
         *,
         policy: str | LinkPolicy | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> Stream:
         """As :meth:`generate`, but yields tokens as they come.
 
@@ -164,6 +171,7 @@ class Engine(ChunkLibrary):
             raise ConfigError("stop strings need a tokenizer: pass tokenizer=… to Engine(), or use stop_token_ids.")
         if any(not 0 <= t < self.spec.vocab_size for t in params.logit_bias):
             raise ConfigError(f"logit_bias names tokens outside the vocabulary of {self.spec.vocab_size}.")
+        check_constraint(constraint, params)
         chosen = self.policy if policy is None else parse_policy(policy)
         infos = self._resolve(prompt)
         self._check_length(infos, params.max_tokens)
@@ -173,7 +181,7 @@ class Engine(ChunkLibrary):
             tokenizer=self.tokenizer,
             end_ids=self.spec.end_ids,
         )
-        return Stream(work, params, str(chosen), begin)
+        return Stream(work, params, str(chosen), begin, constraint)
 
     def score(self, prompt: Prompt, continuation: Sequence[int], *, policy: str | LinkPolicy | None = None) -> Tensor:
         """Logits that predict each token of a given continuation (teacher forcing).

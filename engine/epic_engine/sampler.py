@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 from .config import SamplingParams
+from .constraint import TokenConstraint
+from .errors import ConfigError
 
 __all__ = ["Sampler", "TokenLogprob"]
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log-probability of a generated token under the model (before temperature and filters).
+    """Log-probability of a generated token under the model (before temperature, filters and constraint).
+
+    So the most likely tokens may be some that a constraint forbids.
 
     Attributes
     ----------
@@ -41,10 +45,15 @@ class Sampler:
         Settings.
     prompt_ids
         Tokens of the prompt, which the repetition penalty counts, too.
+    constraint
+        Limits what may be drawn; takes note of every token drawn.
     """
 
-    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
+    def __init__(
+        self, params: SamplingParams, prompt_ids: Sequence[int], constraint: TokenConstraint | None = None
+    ) -> None:
         self._params = params
+        self._constraint = constraint
         self._seen = torch.tensor(sorted(set(prompt_ids)), dtype=torch.int64)
         self._generator = torch.Generator()
         if params.seed is None:
@@ -59,6 +68,11 @@ class Sampler:
         ----------
         logits
             ``(vocab,)``.
+
+        Raises
+        ------
+        ConfigError
+            If constraint and biases together leave no token.
         """
         params = self._params
         raw = logits.detach().float().cpu()
@@ -70,9 +84,14 @@ class Sampler:
             )
         for token, bias in params.logit_bias.items():
             scores[token] += bias
+        if self._constraint is not None:
+            # Before temperature and filters, so that these choose among what is allowed and always find something.
+            scores = _constrained(scores, self._constraint)
         token = int(scores.argmax()) if params.temperature == 0 else self._sample(scores)
         if params.repetition_penalty != 1.0:
             self._seen = torch.unique(torch.cat([self._seen, torch.tensor([token])]))
+        if self._constraint is not None:
+            self._constraint.advance(token)
         if params.logprobs is None:
             return TokenLogprob(token, float("nan"))
         logprobs = torch.log_softmax(raw, dim=-1)
@@ -96,3 +115,16 @@ class Sampler:
             probabilities = torch.where(probabilities >= params.min_p * probabilities[0], probabilities, 0)
         choice = torch.multinomial(probabilities, 1, generator=self._generator)
         return int(ids[choice])
+
+
+def _constrained(scores: Tensor, constraint: TokenConstraint) -> Tensor:
+    masked = constraint.mask(scores)
+    if masked.shape != scores.shape:
+        raise ConfigError(
+            f"the constraint made {tuple(masked.shape)} of {tuple(scores.shape)} logits: mask() must keep the shape."
+        )
+    if bool((masked == float("-inf")).all()):
+        raise ConfigError(
+            "the constraint allows no token here: it is at a dead end, or logit_bias bans all that it allows."
+        )
+    return masked

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .attention.base import PrivateKV, Run, SequenceRows
 from .config import SamplingParams
+from .constraint import TokenConstraint
 from .detokenizer import Detokenizer
 from .errors import ConfigError
 from .linking.layout import Layout, LinkPlan
@@ -108,11 +109,12 @@ class Stream:
         params: SamplingParams,
         policy: str,
         begin: float,
+        constraint: TokenConstraint | None = None,
     ) -> None:
         self._cancelled = threading.Event()
         self._done: list[Completion] = []
         self._policy = policy
-        self._events = self._run(work, params, policy, begin, self._cancelled, self._done)
+        self._events = self._run(work, params, policy, begin, constraint, self._cancelled, self._done)
 
     def __iter__(self) -> Iterator[StreamEvent]:
         return self
@@ -156,23 +158,28 @@ class Stream:
         params: SamplingParams,
         policy: str,
         begin: float,
+        constraint: TokenConstraint | None,
         cancelled: threading.Event,
         done: list[Completion],
     ) -> Generator[StreamEvent]:
         stats = RequestStats(policy=policy)
         tokens: list[int] = []
         logprobs: list[TokenLogprob] = []
-        text = Detokenizer(work.tokenizer, params.stop)
+        text = Detokenizer(work.tokenizer, params.stop, params.visible_token_ids)
         reason: Any = "cancelled"
         linked: LinkedPrompt | None = None
+        ended = False
         try:
             if cancelled.is_set():
                 return
             linked = work.link()
             linked.count(stats)
-            sampler = Sampler(params, linked.layout.token_ids)
+            sampler = Sampler(params, linked.layout.token_ids, constraint)
             ends = set(params.stop_token_ids) | (set() if params.ignore_eos else work.end_ids)
             logits = linked.logits[-1]
+            if constraint is not None and constraint.finished:  # it allows the empty text alone
+                reason = "stop"
+                return
             while not cancelled.is_set():
                 drawn = sampler.draw(logits)
                 now = time.perf_counter() - begin
@@ -186,16 +193,17 @@ class Stream:
                 if params.logprobs is not None:
                     logprobs.append(drawn)
                 piece = text.push(drawn.token_id)
-                ended = text.stopped or len(tokens) == params.max_tokens
+                complete = text.stopped or (constraint is not None and constraint.finished)
+                ended = complete or len(tokens) == params.max_tokens
                 if ended:
                     piece += text.finish()
-                    reason = "stop" if text.stopped else "length"
+                    reason = "stop" if complete else "length"
                 yield StreamEvent(drawn.token_id, piece, drawn if params.logprobs is not None else None)
                 if ended:
                     break
                 place = len(linked.layout) + len(tokens) - 1
                 logits = work.step(drawn.token_id, linked.rows([place]))
-            if reason == "stop" and not text.stopped:
+            if reason == "stop" and not ended:
                 rest = text.finish()
                 if rest:
                     yield StreamEvent(drawn.token_id, rest)

@@ -108,6 +108,23 @@ def test_update_key(registry):
         registry.update_key("0b", "KEY")
 
 
+def test_many_at_once_are_as_one_by_one_in_one_change(registry):
+    assert registry.put_documents([record("a", ["0a", "0b"]), record("b", ["0b", "0c"])]) == []
+    before = registry.changes_token()
+    # "0a" moves on to another document in the same change, so it is free at no time.
+    assert registry.put_documents([record("a", ["0d"]), record("c", ["0a"]), record("b", ["0c"])]) == ["0b"]
+    assert registry.changes_token() == before + 1
+    assert [[c.key for c in registry.chunks(d)] for d in "abc"] == [["0d"], ["0c"], ["0a"]]
+    document, chunks, vectors = record("e", ["0e"])
+    with pytest.raises(RegistryError, match="dimensions"):
+        registry.put_documents([record("a", ["0f"]), (document, chunks, vectors[:, :3].copy())])
+    assert "e" not in registry
+    assert registry.all_keys() == {"0a", "0c", "0d"}
+    assert registry.delete_documents(["a", "unknown", "c", "a"]) == ["0a", "0d"]
+    assert registry.changes_token() == before + 2
+    assert [d.doc_id for d in registry.documents()] == ["b"]
+
+
 def test_unknown_ids_name_close_ones(registry):
     registry.put_document(*record("/data/manual.md", ["0a"]))
     for call in (registry.delete_document, registry.get_document, registry.chunks):
