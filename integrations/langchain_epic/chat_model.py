@@ -21,7 +21,7 @@ from pydantic import Field, PrivateAttr, field_validator
 
 from epic_rag.aio import drain, iterate
 from epic_rag.defaults import AUTO
-from epic_rag.engines import LazyLease, acquire
+from epic_rag.engines import LazyLease, Lease, acquire
 from epic_rag.prompt import TextPart
 from epic_rag.prompt_stream import PromptStream, chat_stream
 from epic_rag.texts import CompiledTexts
@@ -127,7 +127,7 @@ class ChatEpic(BaseChatModel):
 
     # -- engine --------------------------------------------------------------------------------------------------
 
-    def _acquire(self) -> Any:
+    def _acquire(self) -> Lease:
         model, tokenizer = self._loaded or (self.model, None)
         return acquire(
             model,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from langchain_core.documents import Document
 from langchain_core.messages import (
     AIMessage,
     BaseMessage,
@@ -19,6 +20,7 @@ from langchain_core.messages import (
 from epic_rag.call_syntax import ToolCall
 from epic_rag.errors import RagError
 from epic_rag.texts import TextItem
+from langchain_epic.documents import text_items
 
 __all__ = ["INLINE", "PlainChat", "document_block", "plain_chat"]
 
@@ -41,7 +43,8 @@ class PlainChat:
     messages
         ``{"role", "content"}``, of assistants with ``"tool_calls"``, of tools with ``"tool_call_id"`` and ``"name"``.
     texts
-        Texts that the messages name by id, in the order in which they stand there.
+        Texts that the messages name by id, in the order in which they stand there: ``text-plain`` blocks, and documents
+        that a tool gave as its message's artifact.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -81,6 +84,7 @@ def plain_chat(messages: Sequence[BaseMessage]) -> PlainChat:
             ]
         if isinstance(message, ToolMessage):
             plain |= {"tool_call_id": message.tool_call_id, "name": message.name or _called(messages, message)}
+            chat.texts += _found_by_tool(message.artifact, plain["content"])
         chat.messages.append(plain)
     return chat
 
@@ -106,6 +110,12 @@ def _called(messages: Sequence[BaseMessage], answer: ToolMessage) -> str:
     """Name of the tool whose call a message answers."""
     calls = [call for m in messages if isinstance(m, AIMessage) for call in m.tool_calls]
     return next((call["name"] for call in calls if call["id"] == answer.tool_call_id), "")
+
+
+def _found_by_tool(artifact: Any, content: str) -> list[TextItem]:
+    """Documents that a tool returned beside its text, as retriever tools do, where the text holds them."""
+    documents = [d for d in artifact if isinstance(d, Document)] if isinstance(artifact, list | tuple) else []
+    return [item for item in text_items(documents) if item.text and item.text in content]
 
 
 def _text(content: str | Sequence[str | Mapping[str, Any]], texts: list[TextItem]) -> str:

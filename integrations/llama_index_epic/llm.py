@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import aclosing
 from dataclasses import fields
@@ -27,7 +26,7 @@ from llama_index.core.llms.llm import LLM
 
 from epic_rag.aio import Opening, drain, iterate
 from epic_rag.defaults import AUTO
-from epic_rag.engines import Lease, acquire
+from epic_rag.engines import LazyLease, Lease, acquire
 from epic_rag.prompt_stream import PromptStream, chat_stream, text_stream
 from epic_rag.texts import CompiledTexts
 from llama_index_epic.responses import chat_response, completion_response, plain_messages
@@ -88,8 +87,7 @@ class EpicLLM(LLM):
         return (value,) if isinstance(value, str) else value or ()
 
     _loaded: tuple[Any, Any] | None = PrivateAttr(default=None)
-    _lease: Lease | None = PrivateAttr(default=None)
-    _lock: threading.Lock = PrivateAttr(default_factory=threading.Lock)
+    _engine: LazyLease = PrivateAttr()
 
     def __init__(self, **settings: Any) -> None:
         unknown = settings.keys() - type(self).model_fields.keys() - {"class_name"}
@@ -97,6 +95,7 @@ class EpicLLM(LLM):
             known = ", ".join(sorted(type(self).model_fields))
             raise ConfigError(f"EpicLLM knows no {', '.join(sorted(unknown))}: use {known}.")
         super().__init__(**settings)
+        self._engine = LazyLease(self._acquire)
         self._sampling({})
         if self.policy != AUTO:
             parse_policy(self.policy)
@@ -125,31 +124,28 @@ class EpicLLM(LLM):
 
     # -- engine --------------------------------------------------------------------------------------------------
 
-    def _opened(self) -> Lease:
-        with self._lock:
-            if self._lease is None:
-                model, tokenizer = self._loaded or (self.model, None)
-                self._lease = acquire(
-                    model,
-                    tokenizer=tokenizer,
-                    store=self.store,
-                    device=self.device,
-                    dtype=self.dtype,
-                    namespace=self.namespace,
-                    max_model_len=self.context_window,
-                    **self.engine_options,
-                )
-            return self._lease
+    def _acquire(self) -> Lease:
+        model, tokenizer = self._loaded or (self.model, None)
+        return acquire(
+            model,
+            tokenizer=tokenizer,
+            store=self.store,
+            device=self.device,
+            dtype=self.dtype,
+            namespace=self.namespace,
+            max_model_len=self.context_window,
+            **self.engine_options,
+        )
 
     @property
     def engine(self) -> Engine:
         """The engine; opened at the first use."""
-        return self._opened().engine
+        return self._engine.get().engine
 
     @property
     def texts(self) -> CompiledTexts:
         """The compiled texts that are found in prompts."""
-        return self._opened().texts(self.context, self.policy)
+        return self._engine.get().texts(self.context, self.policy)
 
     def warm_up(self) -> Self:
         """Load the model now rather than at the first call; returns itself."""
@@ -158,10 +154,7 @@ class EpicLLM(LLM):
 
     def close(self) -> None:
         """Let go of the engine, which closes if no other object uses it; the next call opens it again."""
-        with self._lock:
-            lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.close()
+        self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -173,7 +166,7 @@ class EpicLLM(LLM):
     def metadata(self) -> LLMMetadata:
         """What LlamaIndex plans prompts with. Loads the model, unless ``context_window`` is given."""
         window = self.context_window
-        if window is None or self._lease is not None:
+        if window is None or self._engine.taken:
             window = self.engine.max_model_len
         return LLMMetadata(
             context_window=window,
@@ -214,7 +207,7 @@ class EpicLLM(LLM):
 
     def __copy__(self) -> Self:
         copy = super().__copy__()
-        copy._lease, copy._lock = None, threading.Lock()
+        copy._engine = LazyLease(copy._acquire)
         return copy
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:

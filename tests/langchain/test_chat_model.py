@@ -15,9 +15,12 @@ import pytest
 from epic_engine import ConfigError, ContextLengthError, EngineClosedError
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler, UsageMetadataCallbackHandler
+from langchain_core.documents import Document
 from langchain_core.load import dumpd, load
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.rate_limiters import InMemoryRateLimiter
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.tools import create_retriever_tool
 from langchain_epic import ChatEpic, document_block
 
 from epic_rag.errors import RagError
@@ -273,7 +276,7 @@ def test_copies_pickles_and_serialised_forms(tmp_path: Path, llm: ChatEpic) -> N
         made.model_copy(),
         load(dumpd(made), valid_namespaces=["langchain_epic"], allowed_objects=[ChatEpic]),
     ):
-        assert other.dict() == made.dict()
+        assert other._identifying_params == made._identifying_params
         assert other.engine is made.engine
         assert other.invoke("Where?").content == want
         other.close()
@@ -307,3 +310,18 @@ def test_a_tools_result_without_tools_is_prompted(llm: ChatEpic) -> None:
     message = llm.invoke(talk)
     ids = tokenizer()(FERRY, add_special_tokens=False)["input_ids"]
     assert message.response_metadata["epic"]["linked_tokens"] == len(ids)
+
+
+def test_documents_of_a_retriever_tool_are_linked_by_their_ids(llm: ChatEpic) -> None:
+    class Nuts(BaseRetriever):
+        def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
+            return [Document("Nut.", id="nut"), Document(FERRY, id="ferry")]
+
+    search = create_retriever_tool(Nuts(), "search", "Finds nuts.", response_format="content_and_artifact")
+    call = {"name": "search", "args": {"query": "nut"}, "id": "abc123456", "type": "tool_call"}
+    result = search.invoke(call)
+    assert result.content == f"Nut.\n\n{FERRY}"
+    message = llm.bind_tools([search]).invoke([HumanMessage("Nuts?"), AIMessage("", tool_calls=[call]), result])
+    ids = [tokenizer()(text, add_special_tokens=False)["input_ids"] for text in ("Nut.", FERRY)]
+    assert message.response_metadata["epic"]["linked_tokens"] == sum(map(len, ids))
+    llm.texts.remove(["nut"])

@@ -190,13 +190,13 @@ async def test_the_loop_goes_on_while_answers_come(llm: EpicLLM) -> None:
 
 async def test_a_cold_model_is_loaded_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
-    real = EpicLLM._opened
+    real = EpicLLM._acquire
 
     def opened(self: EpicLLM) -> object:
         threads.append(threading.current_thread())
         return real(self)
 
-    monkeypatch.setattr(EpicLLM, "_opened", opened)
+    monkeypatch.setattr(EpicLLM, "_acquire", opened)
     with tiny_llm() as cold:
         assert (await cold.achat(MESSAGES)).message.content
     with tiny_llm() as cold:
@@ -268,7 +268,7 @@ def test_a_saved_model_copies_pickles_and_serialisation(tmp_path: Path) -> None:
         context_window=1024, engine_options=options,
     ) as llm:  # fmt: skip
         assert llm.metadata.context_window == 1024
-        assert llm._lease is None  # nothing was loaded for it
+        assert not llm._engine.taken  # nothing was loaded for it
         state = llm.to_dict()
         assert EpicLLM.from_dict(state).to_dict() == state == load_llm_from(state).to_dict()
         assert "callback_manager" not in state
