@@ -1,4 +1,4 @@
-"""Synchronous streams in an event loop: the work runs in a thread, and the loop never waits for it."""
+"""Synchronous work in an event loop: it runs in a thread, and the loop never waits for it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import contextvars
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, suppress
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
-__all__ = ["ClosableStream", "Opening", "drain", "iterate"]
+__all__ = ["ClosableStream", "Opening", "drain", "iterate", "to_the_end"]
 
+P = ParamSpec("P")
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
 
@@ -122,7 +123,7 @@ async def _until(ended: asyncio.Future[Any]) -> None:
     interrupted: asyncio.CancelledError | None = None
     while not ended.done():
         try:
-            await asyncio.shield(ended)
+            await asyncio.wait([ended])
         except asyncio.CancelledError as error:
             interrupted = error
     if interrupted is not None:
@@ -147,3 +148,20 @@ async def drain(start: Callable[[], S]) -> S:
         async for _ in items:
             pass
     return opening.stream
+
+
+async def to_the_end(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a function in a thread; a cancelled task waits for its end, so that what follows does not meet it half done.
+
+    Parameters
+    ----------
+    function, *args, **kwargs
+        What to call.
+    """
+    work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        await _until(work)
+    except asyncio.CancelledError:
+        work.exception()  # looked at, or the loop complains that nobody did
+        raise
+    return work.result()

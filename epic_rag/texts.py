@@ -144,7 +144,8 @@ class CompiledTexts:
         Parameters
         ----------
         items
-            Of one id the last counts. Texts without any character but white space are left out.
+            Of one id the last counts. A text without any character but white space is none: it is left out, and what
+            was compiled under its id is removed.
         progress
             Called with tokens done and tokens to do.
 
@@ -154,8 +155,10 @@ class CompiledTexts:
             If the KV would not fit; before anything is compiled.
         """
         report = AddReport()
-        wanted = {item.text_id: item for item in items if item.text.strip()}
+        last = {item.text_id: item for item in items}
+        wanted = {text_id: item for text_id, item in last.items() if item.text.strip()}
         with self._lock:
+            self.remove(text_id for text_id in last if text_id not in wanted)
             todo: list[TextItem] = []
             for item in wanted.values():
                 known = self._record(item.text_id)

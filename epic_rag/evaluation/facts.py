@@ -65,8 +65,8 @@ FORMS = (
     FactForm("room", "The {place} team is in room {value}.", "In which room is the {place} team?", _three_digits),
     FactForm(
         "passcode",
-        "The {place} team has passcode {value}.",
-        "Which passcode does the {place} team have?",
+        "The passcode of the {place} team is {value}.",
+        "What is the passcode of the {place} team?",
         _three_digits,
     ),
     FactForm(
@@ -81,7 +81,6 @@ FORMS = (
     FactForm("bus", "The {place} bus is number {value}.", "Which number is the {place} bus?", _three_digits),
 )
 """All forms. Values are short and stand close to what they belong to, for a model of a hundred million parameters must
-be able to read them off without any linking. SmolLM2-135M reads three quarters of these; of longer numbers behind the
-place ("the code for Oslo is 4821") half, of labels ("Oslo code: 4821") an eighth, and neither names of people nor
-wordier sentences.
+be able to read them off without any linking. SmolLM2-135M reads at least half of these; of labels ("Oslo code: 4821")
+an eighth, and neither names of people nor wordier sentences.
 """

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, Self
 
 from epic_engine import ConfigError
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore
 
+from epic_rag.aio import to_the_end
 from epic_rag.texts import CompiledTexts, Drift
 from langchain_epic.documents import HasTexts, documents_of, ids_of, reconcile, text_items, with_ids
 from langchain_epic.faiss_store import ReplacingFaiss, empty_faiss
@@ -20,8 +21,6 @@ __all__ = ["EpicVectorStore"]
 
 logger = logging.getLogger(__name__)
 
-P = ParamSpec("P")
-T = TypeVar("T")
 Scored = list[tuple[Document, float]]
 
 
@@ -173,19 +172,19 @@ class EpicVectorStore(VectorStore):
         named = with_ids(documents, kwargs.pop("ids", None))
         if not named:
             return []
-        texts = await _to_the_end(lambda: self._llm.texts)
+        texts = await to_the_end(lambda: self._llm.texts)
         embeddings = self._embedder(texts)
         vectors = None if embeddings is None else await embeddings.aembed_documents([d.page_content for d in named])
         try:
-            await _to_the_end(self._compile, named, vectors)
+            await to_the_end(self._compile, named, vectors)
             if self._faiss is not None:
-                ids = await _to_the_end(self._faiss.add, named, ids_of(named), vectors)
+                ids = await to_the_end(self._faiss.add, named, ids_of(named), vectors)
             else:
                 ids = await self._wrapped.aadd_documents(named, ids=ids_of(named), **kwargs)
         except BaseException:
-            await _to_the_end(self._put_back, ids_of(named), await self._aheld(ids_of(named)))
+            await to_the_end(self._put_back, ids_of(named), await self._aheld(ids_of(named)))
             raise
-        await _to_the_end(self._rename, named, vectors, ids)
+        await to_the_end(self._rename, named, vectors, ids)
         return ids
 
     # The inherited ones lose texts that come from a generator.
@@ -216,10 +215,7 @@ class EpicVectorStore(VectorStore):
         return self._wrapped.embeddings if self._faiss is not None or texts.compiler.wants_neighbours else None
 
     def _compile(self, documents: Iterable[Document], vectors: Sequence[Sequence[float]] | None = None) -> None:
-        items = text_items(documents, vectors)
-        self._llm.texts.add(items)
-        # Blank documents are not compiled, and what they replace is no more.
-        self._llm.texts.remove([item.text_id for item in items if not item.text])
+        self._llm.texts.add(text_items(documents, vectors))
 
     def _held(self, ids: Sequence[str]) -> list[Document] | None:
         """The documents of these ids that the wrapped store has; None if it does not say."""
@@ -283,15 +279,15 @@ class EpicVectorStore(VectorStore):
     async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
         """As :meth:`delete`; a cancelled call may have deleted documents whose KV stays."""
         if self._faiss is not None:
-            return await _to_the_end(self.delete, ids, **kwargs)
+            return await to_the_end(self.delete, ids, **kwargs)
         if ids is None:
             done = await self._wrapped.adelete(None, **kwargs)
-            known = await _to_the_end(lambda: self._llm.texts.ids())
-            await _to_the_end(self._forget_missing, done, await self._aheld(known), everything=not kwargs)
+            known = await to_the_end(lambda: self._llm.texts.ids())
+            await to_the_end(self._forget_missing, done, await self._aheld(known), everything=not kwargs)
             return done
         done = await self._wrapped.adelete(ids, **kwargs) if ids else True
         if done is not False:
-            await _to_the_end(lambda: self._llm.texts.remove(ids))
+            await to_the_end(lambda: self._llm.texts.remove(ids))
         return done
 
     def _forget_missing(self, done: bool | None, held: list[Document] | None, *, everything: bool) -> None:
@@ -382,18 +378,3 @@ class EpicVectorStore(VectorStore):
     ) -> list[Document]:
         """As :meth:`max_marginal_relevance_search_by_vector`."""
         return await self._wrapped.amax_marginal_relevance_search_by_vector(embedding, *args, **kwargs)
-
-
-async def _to_the_end(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run in a thread; a cancelled task waits for its end, so that what comes after does not meet it half done."""
-    work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
-    cancelled: asyncio.CancelledError | None = None
-    while not work.done():
-        try:
-            await asyncio.wait([work])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        work.exception()  # looked at, or the loop complains that nobody did
-        raise cancelled
-    return work.result()

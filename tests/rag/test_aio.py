@@ -11,7 +11,7 @@ from contextlib import aclosing
 import pytest
 from epic_engine import Engine, SamplingParams
 
-from epic_rag.aio import drain, iterate
+from epic_rag.aio import drain, iterate, to_the_end
 from tests.rag.stack import model, tokenizer
 
 
@@ -143,6 +143,36 @@ async def test_errors_arrive(where: str) -> None:
         await anext(items)
     with pytest.raises(ValueError, match="broken"):
         await drain(start)
+
+
+async def test_a_cancelled_task_waits_for_its_function() -> None:
+    began, go, done = threading.Event(), threading.Event(), []
+
+    def work(fails: bool) -> int:
+        began.set()
+        go.wait(10)
+        done.append(fails)
+        if fails:
+            raise ValueError("broken")
+        return 7
+
+    for fails in (False, True):
+        began.clear()
+        go.clear()
+        task = asyncio.create_task(to_the_end(work, fails))
+        while not began.is_set():
+            await asyncio.sleep(0.001)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0.01)
+        assert not task.done()
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert done.pop() is fails
+    assert await to_the_end(work, False) == 7
+    with pytest.raises(ValueError, match="broken"):
+        await to_the_end(work, True)
 
 
 async def test_several_at_once_take_turns() -> None:

@@ -231,4 +231,8 @@ def test_white_space_alone_is_no_text(engine: Engine, tmp_path: Path) -> None:
         assert report.added == ["tiny"]
         assert texts.find("No. Really.") == [TextPart("No. Really.")]  # too short to be told from other words
         assert isinstance(texts.key_of("tiny"), ChunkKey)
+        # Nor may a text stay that was replaced by none.
+        assert texts.reconcile(items({"tiny": "\n"}))
+        assert texts.ids() == []
+        assert not texts.reconcile(items({"tiny": "\n"}))
     assert isinstance(engine.store, FileStore)
