@@ -33,7 +33,7 @@ from langchain_epic.tools import Asked, asked_for, tool_choice_of
 __all__ = ["ChatEpic"]
 
 _SAMPLING = frozenset(f.name for f in fields(SamplingParams)) - {"logprobs"}
-_FIELDS = ("temperature", "top_p", "top_k", "seed", "max_tokens")
+_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens")
 _CALL = frozenset({"policy", "text_ids", "tools", "tool_choice", "parallel_tool_calls", "response_format"})
 _LOGPROBS = frozenset({"logprobs", "top_logprobs"})
 # Wrappers pass these to every model.
@@ -70,6 +70,8 @@ class ChatEpic(BaseChatModel):
     temperature: float = Field(default=0.0, description="0 is greedy.")
     top_p: float = Field(default=1.0, description="Smallest set of tokens of this probability.")
     top_k: int = Field(default=0, description="Most likely tokens to draw from; 0 is all.")
+    min_p: float = Field(default=0.0, description="Drop tokens less likely than this share of the likeliest.")
+    repetition_penalty: float = Field(default=1.0, description="Above 1 makes tokens that stand there less likely.")
     seed: int | None = Field(default=None, description="Same seed, same text.")
     stop: tuple[str, ...] = Field(default=(), description="Strings that end an answer.")
     max_tokens: int = Field(default=256, description="Most tokens of an answer.")

@@ -17,7 +17,7 @@ from langchain_core.output_parsers import (
 from langchain_core.output_parsers.base import BaseGenerationOutputParser
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
-from pydantic import BaseModel
+from langchain_core.utils.pydantic import is_basemodel_subclass
 
 __all__ = ["Method", "structured_output"]
 
@@ -61,8 +61,8 @@ def structured_output(
     return RunnableMap(raw=bound) | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
 
-def _is_pydantic(schema: Any) -> bool:
-    return isinstance(schema, type) and issubclass(schema, BaseModel)
+def _is_model(schema: Any) -> bool:
+    return isinstance(schema, type) and is_basemodel_subclass(schema)  # pydantic's of either version
 
 
 def _json(model: BaseChatModel, schema: Any, options: dict[str, Any]) -> tuple[Runnable[Any, Any], Parser]:
@@ -72,7 +72,7 @@ def _json(model: BaseChatModel, schema: Any, options: dict[str, Any]) -> tuple[R
     form = {"type": "json_schema", "json_schema": {"name": made.get("title", "answer"), "schema": made}}
     shown = {"kwargs": {"method": "json_schema"}, "schema": made}
     bound = model.bind(response_format=form, ls_structured_output_format=shown, **options)
-    return bound, PydanticOutputParser(pydantic_object=schema) if _is_pydantic(schema) else JsonOutputParser()
+    return bound, PydanticOutputParser(pydantic_object=schema) if _is_model(schema) else JsonOutputParser()
 
 
 def _calling(model: BaseChatModel, schema: Any, options: dict[str, Any]) -> tuple[Runnable[Any, Any], Parser]:
@@ -80,6 +80,6 @@ def _calling(model: BaseChatModel, schema: Any, options: dict[str, Any]) -> tupl
     name = tool["function"]["name"]
     shown = {"kwargs": {"method": "function_calling"}, "schema": convert_to_json_schema(schema)}
     bound = model.bind_tools([schema], tool_choice=name, ls_structured_output_format=shown, **options)
-    if _is_pydantic(schema):
+    if _is_model(schema):
         return bound, PydanticToolsParser(tools=[schema], first_tool_only=True)
     return bound, JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
