@@ -27,13 +27,14 @@ def engines_own(
     texts: Sequence[str] = tuple(TEXTS.values()),
     *,
     policy: str = POLICY,
+    hf: Any = None,
     **sampling: Any,
 ) -> tuple[str, int, int]:
     """Straight from the engine: the answer, the prompt's tokens, and how many of them are texts'.
 
     The prompt is rendered by the tokenizer's own template and cut with ``str.split``.
     """
-    hf = tokenizer()
+    hf = hf or tokenizer()
     parts: list[str] = [hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)]
     for text in texts:
         own = text.strip()

@@ -138,7 +138,8 @@ def test_options_of_calls_and_of_the_object(llm: ChatEpic) -> None:
     stopped = llm.invoke(MESSAGES, stop=[text[3:5]])
     assert stopped.content == text[: text.index(text[3:5])]
     assert stopped.response_metadata["finish_reason"] == "stop"
-    assert llm.model_copy(update={"stop": (text[3:5],)}).invoke(MESSAGES).content == stopped.content
+    with llm.model_copy(update={"stop": (text[3:5],)}) as ending:
+        assert ending.invoke(MESSAGES).content == stopped.content
     for wrong, words in (
         ({"temprature": 1}, "temprature"),
         ({"policy": "magic"}, "magic"),

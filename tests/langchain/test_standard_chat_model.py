@@ -12,6 +12,8 @@ from langchain_epic import ChatEpic, document_block
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
+from epic_rag.engines import close_all
+
 PARAMS: dict[str, Any] = {"model": "smollm2", "max_tokens": 64, "engine_options": {"selftest": False}}
 WISDOM = "SmolLM2-135M {}; the mechanism is tested in test_tools.py"
 
@@ -20,6 +22,7 @@ WISDOM = "SmolLM2-135M {}; the mechanism is tested in test_tools.py"
 def _one_engine() -> Iterator[None]:
     with ChatEpic(**PARAMS).warm_up():
         yield
+    close_all()  # the suites leave their objects open
 
 
 class TestUnit(ChatModelUnitTests):
@@ -80,6 +83,11 @@ class TestIntegration(ChatModelIntegrationTests):
             full = chunk if full is None else full + chunk
         return full
 
+    @pytest.mark.parametrize("model", [{}, {"output_version": "v1"}], indirect=True)
     @pytest.mark.xfail(strict=True, reason=WISDOM.format("does not call a tool of its own accord"))
     def test_agent_loop(self, model: BaseChatModel) -> None:
         super().test_agent_loop(model)
+
+    @pytest.mark.xfail(strict=True, reason=WISDOM.format("describes its customer until the tokens are used up"))
+    def test_unicode_tool_call_integration(self, model: BaseChatModel, **_: Any) -> None:
+        super().test_unicode_tool_call_integration(model)

@@ -163,7 +163,7 @@ class QueryAware(_Selective):
     usage: ClassVar[str] = "query_aware:r"
 
     def __init__(
-        self, share: float, layers: tuple[float, float] = (1 / 3, 2 / 3), window: int = 12, floor: float = 0.5
+        self, share: float, layers: tuple[float, float] = (1 / 3, 2 / 3), window: int = 12, floor: float = 1.0
     ) -> None:
         super().__init__(share)
         self.layers = layers
