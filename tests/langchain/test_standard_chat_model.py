@@ -14,7 +14,7 @@ from langchain_tests.unit_tests import ChatModelUnitTests
 
 from epic_rag.engines import close_all
 
-PARAMS: dict[str, Any] = {"model": "smollm2", "max_tokens": 64, "engine_options": {"selftest": False}}
+PARAMS: dict[str, Any] = {"model": "smollm2", "max_tokens": 48, "engine_options": {"selftest": False}}
 WISDOM = "SmolLM2-135M {}; the mechanism is tested in test_tools.py"
 
 
