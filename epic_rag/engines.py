@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote
 
 from epic_engine import ConfigError, Engine, EngineClosedError
@@ -26,7 +26,7 @@ from epic_engine import ConfigError, Engine, EngineClosedError
 from epic_rag.defaults import AUTO
 from epic_rag.texts import CompiledTexts
 
-__all__ = ["LazyLease", "Lease", "acquire", "close_all"]
+__all__ = ["EngineUser", "LazyLease", "Lease", "acquire", "close_all"]
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +166,65 @@ class LazyLease:
             lease, self._lease = self._lease, None
         if lease is not None:
             lease.close()
+
+
+class EngineUser:
+    """What models of all frameworks have in common: an engine by their settings, opened at the first use.
+
+    Mixed into a framework's class, whose constructor sets ``_engine`` to ``LazyLease(self._acquire)``.
+    """
+
+    # Pydantic would take annotations that it sees for fields.
+    if TYPE_CHECKING:
+        model: str
+        store: str | None
+        policy: str
+        context: str
+        namespace: str
+        device: str
+        dtype: str
+        context_window: int | None
+        engine_options: dict[str, Any]
+        _loaded: tuple[Any, Any] | None
+        _engine: LazyLease
+
+    def _acquire(self) -> Lease:
+        model, tokenizer = self._loaded or (self.model, None)
+        return acquire(
+            model,
+            tokenizer=tokenizer,
+            store=self.store,
+            device=self.device,
+            dtype=self.dtype,
+            namespace=self.namespace,
+            max_model_len=self.context_window,
+            **self.engine_options,
+        )
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; opened at the first use."""
+        return self._engine.get().engine
+
+    @property
+    def texts(self) -> CompiledTexts:
+        """The compiled texts that are found in prompts."""
+        return self._engine.get().texts(self.context, self.policy)
+
+    def warm_up(self) -> Self:
+        """Load the model now rather than at the first call; returns itself."""
+        _ = self.texts
+        return self
+
+    def close(self) -> None:
+        """Let go of the engine, which closes if no other object uses it; the next call opens it again."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 _lock = threading.Lock()

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import fields
 from typing import Any, Self
 
-from epic_engine import ConfigError, Engine, SamplingParams, parse_policy
+from epic_engine import ConfigError, SamplingParams, parse_policy
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.language_models.base import LangSmithParams
@@ -21,7 +21,7 @@ from pydantic import Field, PrivateAttr, field_validator
 
 from epic_rag.aio import drain, iterate
 from epic_rag.defaults import AUTO
-from epic_rag.engines import LazyLease, Lease, acquire
+from epic_rag.engines import EngineUser, LazyLease
 from epic_rag.prompt import TextPart
 from epic_rag.prompt_stream import PromptStream, chat_stream
 from epic_rag.texts import CompiledTexts
@@ -41,7 +41,7 @@ _PASSED_OVER = frozenset({"model", "stream", "strict", "timeout", "max_retries"}
 _ALIASES = {"model_name": "model", "max_completion_tokens": "max_tokens", "stop_sequences": "stop"}
 
 
-class ChatEpic(BaseChatModel):
+class ChatEpic(EngineUser, BaseChatModel):
     """A chat model in this process that links the KV of documents compiled beforehand.
 
     It takes part in anything that takes a chat model. Whatever prompt a chain makes, the compiled documents are found
@@ -126,46 +126,6 @@ class ChatEpic(BaseChatModel):
         made = cls(model=getattr(model, "name_or_path", "") or type(model).__name__, **settings)
         made._loaded = (model, tokenizer)
         return made
-
-    # -- engine --------------------------------------------------------------------------------------------------
-
-    def _acquire(self) -> Lease:
-        model, tokenizer = self._loaded or (self.model, None)
-        return acquire(
-            model,
-            tokenizer=tokenizer,
-            store=self.store,
-            device=self.device,
-            dtype=self.dtype,
-            namespace=self.namespace,
-            max_model_len=self.context_window,
-            **self.engine_options,
-        )
-
-    @property
-    def engine(self) -> Engine:
-        """The engine; opened at the first use."""
-        return self._engine.get().engine
-
-    @property
-    def texts(self) -> CompiledTexts:
-        """The compiled texts that are found in prompts."""
-        return self._engine.get().texts(self.context, self.policy)
-
-    def warm_up(self) -> Self:
-        """Load the model now rather than at the first call; returns itself."""
-        _ = self.texts
-        return self
-
-    def close(self) -> None:
-        """Let go of the engine, which closes if no other object uses it; the next call opens it again."""
-        self._engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     # -- what LangChain asks about it ----------------------------------------------------------------------------
 

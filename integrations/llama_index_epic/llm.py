@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import fields
 from typing import Any, Self, TypeVar
 
-from epic_engine import ConfigError, Engine, LinkPolicy, SamplingParams, parse_policy
+from epic_engine import ConfigError, LinkPolicy, SamplingParams, parse_policy
 from llama_index.core import Settings
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -26,9 +26,8 @@ from llama_index.core.llms.llm import LLM
 
 from epic_rag.aio import Opening, drain, iterate
 from epic_rag.defaults import AUTO
-from epic_rag.engines import LazyLease, Lease, acquire
+from epic_rag.engines import EngineUser, LazyLease
 from epic_rag.prompt_stream import PromptStream, chat_stream, text_stream
-from epic_rag.texts import CompiledTexts
 from llama_index_epic.responses import chat_response, completion_response, plain_messages
 
 __all__ = ["EpicLLM", "use_tokenizer"]
@@ -40,7 +39,7 @@ _OWN = ("policy", "text_ids")
 _FIELDS = ("temperature", "top_p", "top_k", "seed", "stop", "max_tokens")
 
 
-class EpicLLM(LLM):
+class EpicLLM(EngineUser, LLM):
     """A language model in this process that links the KV of texts compiled beforehand.
 
     It takes part in anything that takes an LLM. Whatever prompt LlamaIndex makes, the texts of compiled nodes are
@@ -121,46 +120,6 @@ class EpicLLM(LLM):
     def class_name(cls) -> str:
         """Name in serialised form."""
         return "EpicLLM"
-
-    # -- engine --------------------------------------------------------------------------------------------------
-
-    def _acquire(self) -> Lease:
-        model, tokenizer = self._loaded or (self.model, None)
-        return acquire(
-            model,
-            tokenizer=tokenizer,
-            store=self.store,
-            device=self.device,
-            dtype=self.dtype,
-            namespace=self.namespace,
-            max_model_len=self.context_window,
-            **self.engine_options,
-        )
-
-    @property
-    def engine(self) -> Engine:
-        """The engine; opened at the first use."""
-        return self._engine.get().engine
-
-    @property
-    def texts(self) -> CompiledTexts:
-        """The compiled texts that are found in prompts."""
-        return self._engine.get().texts(self.context, self.policy)
-
-    def warm_up(self) -> Self:
-        """Load the model now rather than at the first call; returns itself."""
-        _ = self.texts
-        return self
-
-    def close(self) -> None:
-        """Let go of the engine, which closes if no other object uses it; the next call opens it again."""
-        self._engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     @property
     def metadata(self) -> LLMMetadata:
