@@ -15,6 +15,7 @@ from .errors import (
     EpicError,
     InsufficientResourcesError,
     ModelLoadError,
+    OutOfPagesError,
     SelfTestError,
     StoreCorruptError,
     StoreError,
@@ -29,12 +30,13 @@ if TYPE_CHECKING:
     from .contexts import CompileContext
     from .costs import CompileEstimate
     from .engine import Engine
+    from .linking.linked import LinkedPrompt
     from .linking.policies import LinkPolicy, parse_policies, parse_policy, policy_names
     from .memory.file_store import FileStore
     from .memory.store import ChunkInfo, ChunkStore, MemoryStore, VerifyReport
     from .request import Completion, RequestStats, StageTimes, StreamEvent
     from .sampler import TokenLogprob
-    from .stream import LinkedPrompt, Stream
+    from .stream import Stream
 
 __all__ = [
     "ChunkInfo",
@@ -57,6 +59,7 @@ __all__ = [
     "LinkedPrompt",
     "MemoryStore",
     "ModelLoadError",
+    "OutOfPagesError",
     "RequestStats",
     "SamplingParams",
     "SelfTestError",
@@ -86,7 +89,7 @@ _HOMES = {
     "CompileContext": ".contexts",
     "CompileEstimate": ".costs",
     "Engine": ".engine",
-    "LinkedPrompt": ".stream",
+    "LinkedPrompt": ".linking.linked",
     "Stream": ".stream",
     "LinkPolicy": ".linking.policies",
     "parse_policies": ".linking.policies",

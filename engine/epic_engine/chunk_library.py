@@ -17,7 +17,6 @@ from .config import EngineConfig
 from .contexts import CompileContext, parse_context
 from .costs import CompileEstimate, check_fits, estimate
 from .errors import ChunkNotFoundError, ConfigError, ContextLengthError, EngineClosedError
-from .memory.residency import Residency
 from .memory.store import ChunkInfo, ChunkStore, available_memory
 from .model.decoder import Decoder
 
@@ -33,8 +32,8 @@ class ChunkLibrary(ABC):
         The model and its attention.
     config
         Settings.
-    store, residency
-        Where chunks are kept, and brought from to the device.
+    store
+        Where chunks are kept.
     head
         Token ids of the prompt's head for ``context="head"``.
     """
@@ -45,7 +44,6 @@ class ChunkLibrary(ABC):
         backend: AttentionBackend,
         config: EngineConfig,
         store: ChunkStore,
-        residency: Residency,
         head: Sequence[int],
     ) -> None:
         self.config = config
@@ -56,11 +54,10 @@ class ChunkLibrary(ABC):
         self.fingerprint = decoder.fingerprint
         self.max_model_len = decoder.max_model_len
         self.store = store
-        self._residency = residency
         self._head = tuple(head)
         self._lock = threading.RLock()
         self._closed = False
-        self._compiler = Compiler(decoder, backend, lambda key: residency.on_device(key, self.store.load))
+        self._compiler = Compiler(decoder, backend, lambda key: store.load(key).to(decoder.device))
         self._seconds_per_token: float | None = None
         self.context = self.parse_context(config.context)
 
@@ -382,13 +379,21 @@ class ChunkLibrary(ABC):
             Compiled chunks forgotten.
         """
         self._check_open()
-        return self.store.erase(self.config.namespace, [content_digest(ids) for ids in contents])
+        gone = self.store.erase(self.config.namespace, [content_digest(ids) for ids in contents])
+        self._drop_deleted()
+        return gone
 
     def forget(self, keys: Sequence[ChunkKey]) -> int:
         """Delete chunks of this namespace from the store; returns how many there were."""
         self._check_open()
         mine = [k for k in keys if (i := self.store.info(k)) is not None and i.namespace == self.config.namespace]
-        return self.store.delete(mine)
+        gone = self.store.delete(mine)
+        self._drop_deleted()
+        return gone
+
+    @abstractmethod
+    def _drop_deleted(self) -> None:
+        """Free the memory of chunks that the store no longer has."""
 
 
 def _seen(context: CompileContext, neighbours: Sequence[ChunkInfo]) -> tuple[int, ...]:

@@ -77,10 +77,12 @@ class Compiler:
             KV of each chunk, ``(layers, 2, kv_heads, tokens, head_dim)``.
         """
         contexts = [context] * len(chunks) if isinstance(context, CompileContext) else context
-        batch = []
+        batch: list[SequenceRows] = []
+        own: list[PrivateKV] = []
         for ids, where in zip(chunks, contexts, strict=True):
             runs, base = self._stand(where, run)
             private = PrivateKV(self._decoder.spec, len(ids), self._decoder.device, base=base)
+            own.append(private)
             batch.append(SequenceRows(range(base, base + len(ids)), private, runs))
         ids = [t for chunk in chunks for t in chunk]
         if run is not None:
@@ -89,7 +91,7 @@ class Compiler:
             plan = self._backend.plan(batch)
             self._decoder.run(ids, [p for b in batch for p in b.positions], plan)
             plan.commit()
-        return [b.private.kv for b in batch]
+        return [private.kv for private in own]
 
     def _stand(
         self, context: CompileContext, run: Callable[[list[int], list[SequenceRows]], None] | None

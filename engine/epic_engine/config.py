@@ -13,6 +13,7 @@ __all__ = ["EngineConfig", "SamplingParams"]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 _DEVICES = ("auto", "cpu", "cuda")
+_PLACEMENTS = ("auto", "map", "pool")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,18 @@ class EngineConfig:
         Most rows (tokens) run through the model at once while linking or compiling; bounds peak memory.
     prefix_cache_bytes
         Budget of the exact-prefix cache that the ``prefix`` policy fills, in bytes.
+    memory
+        Budget for KV in memory, compiled chunks in use included: ``"8GiB"``, bytes, a fraction of what is free, or
+        None for half of what is free (on CUDA 0.8 of it).
+    page_size
+        Tokens a page of KV memory.
+    chunk_placement
+        Where compiled chunks are read from: ``"map"`` (the store's memory map), ``"pool"`` (copied to pages on the
+        device) or ``"auto"`` (``map`` on a CPU).
+    step_seconds
+        A forward pass that takes longer is run in the background of shorter ones, which have half of the time.
+    max_running
+        Most requests that hold memory at once; the others wait in line.
     selftest
         Compare the engine with the untouched model at load and refuse to serve above the tolerance.
     """
@@ -49,6 +62,11 @@ class EngineConfig:
     policy: str = "legolink:16"
     rows_per_step: int = 2048
     prefix_cache_bytes: int = 2 << 30
+    memory: str | int | float | None = None
+    page_size: int = 16
+    chunk_placement: str = "auto"
+    step_seconds: float = 0.1
+    max_running: int = 64
     selftest: bool = True
 
     def __post_init__(self) -> None:
@@ -70,6 +88,12 @@ class EngineConfig:
             raise ConfigError(f"rows_per_step={self.rows_per_step} must be at least 1.")
         if self.prefix_cache_bytes < 0:
             raise ConfigError("prefix_cache_bytes must not be negative; 0 switches the prefix cache off.")
+        if self.chunk_placement not in _PLACEMENTS:
+            raise ConfigError(f"chunk_placement={self.chunk_placement!r} is unknown: use {' or '.join(_PLACEMENTS)}.")
+        if not 0 < self.step_seconds < math.inf:
+            raise ConfigError(f"step_seconds={self.step_seconds} must be above 0 and finite.")
+        if self.max_running < 1:
+            raise ConfigError(f"max_running={self.max_running} must be at least 1.")
 
 
 @dataclass(frozen=True)

@@ -4,45 +4,51 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 
-from .attention.base import PrivateKV, SequenceRows
+from .attention.base import SequenceRows
 from .attention.torch_backend import TorchBackend
 from .chunk_library import ChunkLibrary
 from .chunks import ChunkKey
 from .config import EngineConfig, SamplingParams
 from .constraint import TokenConstraint, check_constraint
-from .errors import (
-    ConfigError,
-    ContextLengthError,
-)
-from .linking.layout import Body, Layout, LinkPlan
+from .errors import ConfigError, ContextLengthError
+from .linking.linked import LinkedPrompt
+from .linking.linker import LinkRequest
 from .linking.policies import LinkPolicy, parse_policy
-from .linking.probe import Probe
 from .memory.file_store import FileStore
-from .memory.prefix_cache import PrefixCache
-from .memory.residency import Residency
 from .memory.store import ChunkInfo, ChunkStore, MemoryStore
-from .model.decoder import AttentionStep, Decoder
+from .model.decoder import Decoder
 from .model.loader import load_model
 from .model.selftest import SelfTestReport, gate, run_selftest
 from .request import Completion
-from .stream import LinkedPrompt, Stream, StreamWork
+from .request_options import Options, RequestOptions
+from .scheduling.batching import steps
+from .scheduling.generation import Generation
+from .scheduling.jobs import LinkJob
+from .scheduling.serving import Serving
+from .stream import Stream
 
 __all__ = ["Engine", "Prompt"]
 
 Prompt = Sequence[Sequence[int] | ChunkKey]
 
+Result = TypeVar("Result")
+
 
 class Engine(ChunkLibrary):
     """Compiles token ids into relocatable KV, links them into prompts and generates.
 
-    Any number of threads may use one engine; forward passes take turns.
+    Any number of threads and event loops may use one engine. It serves their requests together: the next tokens of
+    all of them are computed in one pass, and a chunk that several read is read once for all.
 
     Parameters
     ----------
@@ -58,7 +64,8 @@ class Engine(ChunkLibrary):
         ``"auto"`` or ``"torch"``.
     **options
         Fields of :class:`~epic_engine.config.EngineConfig`: device, dtype, max_model_len, namespace, context,
-        policy, rows_per_step, prefix_cache_bytes, selftest.
+        policy, rows_per_step, prefix_cache_bytes, memory, page_size, chunk_placement, step_seconds, max_running,
+        selftest.
 
     Raises
     ------
@@ -89,22 +96,24 @@ class Engine(ChunkLibrary):
         if attention not in ("auto", "torch"):
             raise ConfigError(f"attention={attention!r} is not available: use 'auto' or 'torch'.")
         self.policy = parse_policy(self.config.policy)
-        loaded, found, device = load_model(
-            model, tokenizer=tokenizer, device=self.config.device, dtype=self.config.dtype
-        )
+        loaded, found, _ = load_model(model, tokenizer=tokenizer, device=self.config.device, dtype=self.config.dtype)
         decoder = Decoder(loaded, found, self.config.max_model_len)
         backend = TorchBackend(decoder)
         self.tokenizer = found
         self.selftest: SelfTestReport | None = gate(decoder, backend) if self.config.selftest else None
-        self._prefixes = PrefixCache(self.config.prefix_cache_bytes)
         self._own_store = not isinstance(store, ChunkStore)
         opened = _open_store(store)
         try:
-            super().__init__(decoder, backend, self.config, opened, Residency(device), head)
+            super().__init__(decoder, backend, self.config, opened, head)
+            self._serving = Serving(decoder, backend, self.config, opened, self._compiler)
         except BaseException:
             if self._own_store:
                 opened.close()
             raise
+        self._loop = self._serving.loop
+        self.metrics = self._serving.metrics
+        # An engine that nobody holds any more ends its thread; the loop knows nothing of the engine.
+        weakref.finalize(self, self._loop.stop).atexit = False
 
     # -- generating --------------------------------------------------------------------------------------------
 
@@ -115,6 +124,7 @@ class Engine(ChunkLibrary):
         *,
         policy: str | LinkPolicy | None = None,
         constraint: TokenConstraint | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Completion:
         """Link a prompt and generate.
 
@@ -130,6 +140,8 @@ class Engine(ChunkLibrary):
         constraint
             Limits which tokens may be drawn; it has state, so each generation needs its own. Log-probabilities
             stay those of the model without it.
+        options
+            See :class:`RequestOptions`.
 
         Raises
         ------
@@ -141,9 +153,9 @@ class Engine(ChunkLibrary):
             If the prompt is empty, ids lie outside the vocabulary, the policy is unknown, or a constraint allows no
             token or comes with ``ignore_eos``.
         """
-        stream = self.stream(prompt, sampling, policy=policy, constraint=constraint)
-        for _ in stream:
-            pass
+        with self.stream(prompt, sampling, policy=policy, constraint=constraint, **options) as stream:
+            for _ in stream:
+                pass
         return stream.completion
 
     def stream(
@@ -153,10 +165,12 @@ class Engine(ChunkLibrary):
         *,
         policy: str | LinkPolicy | None = None,
         constraint: TokenConstraint | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Stream:
         """As :meth:`generate`, but yields tokens as they come.
 
-        Bad input is refused here and not at the first token.
+        Bad input is refused here and not at the first token. Work begins at once and goes on whether or not the
+        stream is read; many streams run together.
 
         Returns
         -------
@@ -164,24 +178,79 @@ class Engine(ChunkLibrary):
             Iterates over :class:`~epic_engine.request.StreamEvent`; ``close()`` cancels and frees everything;
             ``completion`` is there once it has ended.
         """
+        return self.streams(prompt, sampling, 1, policy=policy, constraint=constraint, **options)[0]
+
+    def streams(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        n: int = 2,
+        *,
+        policy: str | LinkPolicy | None = None,
+        constraint: TokenConstraint | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[Stream]:
+        """Several answers to one prompt, which is linked once and whose memory they share.
+
+        Parameters
+        ----------
+        prompt, policy, options
+            As in :meth:`generate`.
+        sampling
+            As there; a seed is raised by one from answer to answer.
+        n
+            How many.
+        constraint
+            Only for ``n=1``, because it has state.
+        """
         begin = time.perf_counter()
         self._check_open()
         params = sampling or SamplingParams()
+        if n < 1 or (n > 1 and constraint is not None):
+            raise ConfigError(f"n={n}: ask for at least 1 answer, and for only 1 with a constraint.")
         if params.stop and self.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer: pass tokenizer=… to Engine(), or use stop_token_ids.")
         if any(not 0 <= t < self.spec.vocab_size for t in params.logit_bias):
             raise ConfigError(f"logit_bias names tokens outside the vocabulary of {self.spec.vocab_size}.")
         check_constraint(constraint, params)
+        wanted = Options(**options)
+        job = self._job(prompt, policy, params.max_tokens, wanted.after)
+        job.priority = wanted.priority
+        if wanted.timeout is not None:
+            job.deadline = begin + wanted.timeout
+        for index in range(n):
+            mine = params if params.seed is None or not index else replace(params, seed=params.seed + index)
+            job.generations.append(
+                Generation(
+                    mine,
+                    self.tokenizer,
+                    self.spec.end_ids,
+                    str(job.request.policy),
+                    begin,
+                    constraint,
+                    metrics=self.metrics,
+                    keep=wanted.keep,
+                )
+            )
+            self.metrics.request_submitted()
+        self._loop.submit(job)
+        return [Stream(generation, self._loop.notice) for generation in job.generations]
+
+    def _job(self, prompt: Prompt, policy: str | LinkPolicy | None, new: int, after: LinkedPrompt | None) -> LinkJob:
+        """Check a prompt and lay a job out for it; ``new`` tokens will follow."""
+        if after is not None and after.closed:
+            raise ConfigError("the prompt to continue was closed: keep it open until its last turn has begun.")
         chosen = self.policy if policy is None else parse_policy(policy)
-        infos = self._resolve(prompt)
-        self._check_length(infos, params.max_tokens)
-        work = StreamWork(
-            link=lambda: self._link(infos, chosen, params.max_tokens),
-            step=lambda token, row: self._forward([token], [row], last=1)[-1],
-            tokenizer=self.tokenizer,
-            end_ids=self.spec.end_ids,
-        )
-        return Stream(work, params, str(chosen), begin, constraint)
+        if after is not None and chosen.caches_prompt:
+            raise ConfigError(f"policy {str(chosen)!r} cannot continue a prompt: its cache finds the prompt again.")
+        request = LinkRequest(tuple(self._resolve(prompt)), chosen, after)
+        if len(request) + new > self.max_model_len:
+            raise ContextLengthError(
+                f"the prompt has {len(request)} tokens and {new} more are asked for, {len(request) + new} in all, but "
+                f"max_model_len={self.max_model_len}: retrieve fewer or shorter chunks, or lower max_tokens to "
+                f"{max(self.max_model_len - len(request), 0)}."
+            )
+        return self._serving.job(request, new)
 
     def score(self, prompt: Prompt, continuation: Sequence[int], *, policy: str | LinkPolicy | None = None) -> Tensor:
         """Logits that predict each token of a given continuation (teacher forcing).
@@ -222,7 +291,14 @@ class Engine(ChunkLibrary):
             found.append(torch.cat([first, *self.extend([(linked, continuation[:-1])])]))
         return found
 
-    def link(self, prompt: Prompt, *, policy: str | LinkPolicy | None = None, room: int = 256) -> LinkedPrompt:
+    def link(
+        self,
+        prompt: Prompt,
+        *,
+        policy: str | LinkPolicy | None = None,
+        room: int = 256,
+        after: LinkedPrompt | None = None,
+    ) -> LinkedPrompt:
         """Link a prompt and stop there; for callers that decide themselves what follows.
 
         Parameters
@@ -231,11 +307,13 @@ class Engine(ChunkLibrary):
             As in :meth:`generate`.
         room
             Most tokens that :meth:`extend` will append.
+        after
+            Continue this prompt; its memory is shared.
 
         Returns
         -------
         LinkedPrompt
-            Holds its KV until it is dropped.
+            Holds its KV until it is closed or dropped.
 
         Raises
         ------
@@ -243,10 +321,19 @@ class Engine(ChunkLibrary):
             As for :meth:`generate`.
         """
         self._check_open()
-        chosen = self.policy if policy is None else parse_policy(policy)
-        infos = self._resolve(prompt)
-        self._check_length(infos, room)
-        return self._link(infos, chosen, room)
+        job = self._job(prompt, policy, room, after)
+        job.room = max(room, 1)
+        found: Future[LinkedPrompt] = Future()
+        job.done, job.failed = found.set_result, found.set_exception
+        self._loop.submit(job)
+        try:
+            linked = found.result()
+            linked.room = room
+            return linked
+        except BaseException:
+            job.cancelled = True  # an interrupted caller: what is under way is let go
+            self._loop.notice()
+            raise
 
     def extend(self, batch: Sequence[tuple[LinkedPrompt, Sequence[int]]]) -> list[Tensor]:
         """Append tokens to linked prompts, all of them in shared forward passes.
@@ -271,21 +358,26 @@ class Engine(ChunkLibrary):
         for linked, ids in batch:
             if ids:
                 self._check_ids(ids, "a continuation")
-            if linked.private.length + len(ids) > linked.private.capacity:
-                left = linked.private.capacity - linked.private.length
+            if linked.closed:
+                raise ConfigError("a linked prompt was closed: link it again.")
+            left = linked.room - len(linked.appended_ids)
+            if len(ids) > left:
                 raise ConfigError(f"{len(ids)} tokens do not fit the {left} that are left: link with a larger room.")
         found: dict[int, list[Tensor]] = {i: [torch.empty(0, self.spec.vocab_size)] for i in range(len(batch))}
-        for group in _steps([len(ids) for _, ids in batch], self.config.rows_per_step):
+        for group in steps([len(ids) for _, ids in batch], self.config.rows_per_step):
             rows: list[SequenceRows] = []
             tokens: list[int] = []
             for index, count in group:
                 linked, ids = batch[index]
                 done = sum(map(len, found[index]))
-                at = len(linked.layout) + linked.appended
+                at = len(linked)
                 rows.append(linked.rows(range(at, at + count)))
                 tokens += ids[done : done + count]
             logits = self._forward(tokens, rows, last=len(tokens)).float().cpu()
-            for (index, _), part in zip(group, logits.split([count for _, count in group]), strict=True):
+            for (index, count), part in zip(group, logits.split([count for _, count in group]), strict=True):
+                linked, ids = batch[index]
+                done = sum(map(len, found[index]))
+                linked.appended_ids += ids[done : done + count]
                 found[index].append(part)
         return [torch.cat(parts) for parts in found.values()]
 
@@ -304,102 +396,86 @@ class Engine(ChunkLibrary):
             raise ConfigError("the prompt is empty: give at least one token.")
         return resolved
 
-    def _check_length(self, infos: Sequence[tuple[int, ...] | ChunkInfo], new: int) -> None:
-        length = sum(len(i.token_ids if isinstance(i, ChunkInfo) else i) for i in infos)
-        if length + new > self.max_model_len:
-            raise ContextLengthError(
-                f"the prompt has {length} tokens and {new} more are asked for, {length + new} in all, but "
-                f"max_model_len={self.max_model_len}: retrieve fewer or shorter chunks, or lower max_tokens to "
-                f"{max(self.max_model_len - length, 0)}."
-            )
-
-    def _link(self, infos: Sequence[tuple[int, ...] | ChunkInfo], policy: LinkPolicy, room: int) -> LinkedPrompt:
-        begin = time.perf_counter()
-        parts: list[tuple[Sequence[int], Body | None]] = []
-        for item in infos:
-            if isinstance(item, ChunkInfo):
-                kv = self._residency.on_device(item.key, self.store.load)
-                parts.append((item.token_ids, Body(kv, item.context_ids)))
-            else:
-                parts.append((item, None))
-        loaded = time.perf_counter()
-        layout = policy.arrange(Layout(parts), self._prefixes)
-        probe = Probe(self.decoder, self.backend, self._run_step, self.config.rows_per_step)
-        choice = policy.choose(layout, probe)
-        plan = LinkPlan(layout, choice.recompute, choice.damp)
-        private = PrivateKV(self.spec, len(plan.rows) + room, self.device)
-        linked = LinkedPrompt(layout, plan, private, str(policy), probe.rows)
-        ids, step = plan.row_ids, self.config.rows_per_step
-        for at in range(0, len(ids), step):
-            rows = linked.rows(plan.rows[at : at + step])
-            last = at + step >= len(ids)
-            linked.logits = self._forward(ids[at : at + step], [rows], last=1 if last else 0)
-        if policy.caches_prompt and plan.recomputed == 0:
-            start = len(layout) - len(plan.rows)
-            self._prefixes.insert(layout.token_ids, private.kv[:, :, :, : len(plan.rows)], start)
-        linked.load_seconds = loaded - begin
-        linked.link_seconds = time.perf_counter() - loaded
-        return linked
-
     def _forward(self, ids: Sequence[int], batch: list[SequenceRows], last: int) -> Tensor:
         """One forward pass; returns the logits of the last rows, ``(last, vocab)`` (nothing for ``last=0``)."""
-        with self._lock:
-            self._check_open()
-            plan = self.backend.plan(batch)
-            positions = [p for rows in batch for p in rows.positions]
-            if last:
-                logits = self.decoder.logits(ids, positions, plan, last=last)
-            else:
-                self.decoder.run(ids, positions, plan)
-                logits = torch.empty(0, self.spec.vocab_size)
-            plan.commit()
-            return logits
+        self._check_open()
+        return self._loop.forward(ids, batch, last)
 
-    def _run_step(self, ids: Sequence[int], positions: Sequence[int], step: AttentionStep) -> None:
-        with self._lock:
-            self._check_open()
-            self.decoder.run(ids, positions, step)
+    def _drop_deleted(self) -> None:
+        residency = self._serving.residency
+        residency.forget([key for key in residency.resident() if self.store.info(key) is None])
+
+    def prefetch(self, keys: Sequence[ChunkKey]) -> None:
+        """Begin to load chunks that will be linked soon, such as those a retriever has just found. Returns at once."""
+        self._check_open()
+        self._serving.residency.prefetch([key for key in keys if self.has(key)])
+
+    def pin(self, keys: Sequence[ChunkKey]) -> None:
+        """Load chunks and keep them in memory until :meth:`unpin`.
+
+        Raises
+        ------
+        ChunkNotFoundError
+            If this model and namespace do not have one.
+        OutOfPagesError
+            If they do not fit beside what is in use.
+        """
+        self._check_open()
+        self._serving.residency.pin([self._info(key).key for key in keys])
+
+    def unpin(self, keys: Sequence[ChunkKey]) -> None:
+        """Let pinned chunks go when memory is needed."""
+        self._check_open()
+        self._serving.residency.unpin(keys)
+
+    def stats(self) -> dict[str, Any]:
+        """Requests, tokens, latencies, queues and memory; see :meth:`~epic_engine.metrics.Metrics.stats`."""
+        return self.metrics.stats()
+
+    def call(self, work: Callable[[], Result]) -> Result:
+        """Run something on the thread that runs the forward passes, between two of them; for profilers and tests."""
+        self._check_open()
+        return self._loop.call(work)
+
+    def drain(self) -> None:
+        """Return once every request has ended and its memory is free."""
+        self._loop.drain()
+
+    def check_integrity(self) -> None:
+        """Compare the counts of pages with the memory behind them; for tests.
+
+        Raises
+        ------
+        AssertionError
+            If they differ.
+        """
+        self._serving.residency.check_integrity()
 
     def run_selftest(self) -> SelfTestReport:
         """Compare the engine with the untouched model now, whatever was found before (see ``epic-rag doctor``)."""
         self._check_open()
-        with self._lock:
-            return run_selftest(self.decoder, self.backend)
+        return self._loop.call(lambda: run_selftest(self.decoder, self.backend))
 
     # -- life --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free the KV and close the store, unless the store was passed in open. Closing twice is fine."""
+        """End all requests, free the KV and close the store, unless the store was passed in open.
+
+        Closing twice is fine.
+        """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            self._prefixes.clear()
-            self._residency.clear()
-            if self._own_store:
-                self.store.close()
+        self._serving.close()
+        if self._own_store:
+            self.store.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _steps(lengths: Sequence[int], most: int) -> Iterator[list[tuple[int, int]]]:
-    """Forward passes of at most ``most`` rows: pairs of sequence and rows, every sequence at most once a pass."""
-    group: list[tuple[int, int]] = []
-    room = most
-    for index, length in enumerate(lengths):
-        while length:
-            count = min(length, room)
-            group.append((index, count))
-            length, room = length - count, room - count
-            if not room:
-                yield group
-                group, room = [], most
-    if group:
-        yield group
 
 
 def _open_store(store: str | os.PathLike[str] | ChunkStore | None) -> ChunkStore:

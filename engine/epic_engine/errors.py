@@ -14,6 +14,7 @@ too, so that ``except ValueError`` keeps working::
     │   ├── StoreFormatError                written by an incompatible version
     │   └── StoreCorruptError               stored bytes differ from what was written
     ├── InsufficientResourcesError          predicted disk or memory does not fit; raised before any work
+    │   └── OutOfPagesError                 KV memory is short now; nothing was changed, so it can be tried again
     └── EngineClosedError (RuntimeError)    the engine was closed
 """
 
@@ -25,6 +26,7 @@ __all__ = [
     "EpicError",
     "InsufficientResourcesError",
     "ModelLoadError",
+    "OutOfPagesError",
     "SelfTestError",
     "StoreCorruptError",
     "StoreError",
@@ -79,6 +81,10 @@ class StoreCorruptError(StoreError):
 
 class InsufficientResourcesError(EpicError):
     """The work would need more disk or memory than there is."""
+
+
+class OutOfPagesError(InsufficientResourcesError):
+    """The KV memory has not as many pages left, even without the chunks that nobody uses."""
 
 
 class EngineClosedError(EpicError, RuntimeError):

@@ -10,7 +10,7 @@ from .sampler import TokenLogprob
 __all__ = ["Completion", "RequestStats", "ReuseKind", "StageTimes", "StreamEvent"]
 
 ReuseKind = Literal["exact", "composed", "none"]
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "timeout"]
 
 
 @dataclass
@@ -19,6 +19,8 @@ class StageTimes:
 
     Attributes
     ----------
+    queued
+        Waiting for memory and for the requests before it.
     tokenise
         Text to token ids (0 at the engine, which takes ids).
     load
@@ -33,6 +35,7 @@ class StageTimes:
         From the call to the last token.
     """
 
+    queued: float = 0.0
     tokenise: float = 0.0
     load: float = 0.0
     link: float = 0.0
@@ -49,8 +52,10 @@ class RequestStats:
     ----------
     prompt
         Tokens of the prompt.
+    continued
+        Of these, tokens of the prompt that this one continues, whose KV is shared with it.
     linked
-        Of these, tokens covered by compiled chunks (``prefix``: by an earlier prompt).
+        Of the others, tokens covered by compiled chunks (``prefix``: by an earlier prompt).
     recomputed
         Of the linked, tokens computed anew.
     rows
@@ -66,6 +71,7 @@ class RequestStats:
     """
 
     prompt: int = 0
+    continued: int = 0
     linked: int = 0
     recomputed: int = 0
     rows: int = 0
@@ -95,7 +101,7 @@ class Completion:
     text
         Their text, cut at the first stop string; empty without a tokenizer.
     finish_reason
-        ``stop``, ``length`` or ``cancelled``.
+        ``stop``, ``length``, ``cancelled`` or ``timeout``.
     stats
         Counts and times.
     logprobs

@@ -16,7 +16,7 @@ from epic_engine import ChunkKey, ConfigError, Engine, LinkPolicy
 from epic_engine.attention import spans as spans_module
 from epic_engine.attention import torch_backend
 from epic_engine.attention.base import PrivateKV, Run, SequenceRows
-from epic_engine.attention.torch_backend import TorchBackend, dense_math
+from epic_engine.attention.torch_backend import dense_math
 from epic_engine.linking.layout import Body, Layout, LinkPlan
 from epic_engine.model.rope import RotaryTable
 from hypothesis import HealthCheck, example, given, settings
@@ -137,7 +137,7 @@ def engine_logits(engine: Engine, parts: Sequence[Part], continuation: Sequence[
     score = engine.score(prompt, continuation, policy=policy)
     if engine.spec.dtype != torch.float64:
         return score
-    linked = engine._link(engine._resolve(prompt), policy, room=len(continuation))
+    linked = engine.link(prompt, policy=policy, room=len(continuation))
     rows = [linked.logits]
     if len(continuation) > 1:
         places = range(len(linked.layout), len(linked.layout) + len(continuation) - 1)
@@ -301,7 +301,7 @@ def test_matrix_products_equal_the_flash_kernel(kind: str, monkeypatch: pytest.M
         calls.append(1)
         return dense_math(*arguments)
 
-    engine.backend = TorchBackend(engine.decoder, counted)
+    monkeypatch.setattr(engine.backend, "_dense", counted)
     products = engine_logits(engine, MIXED, [11, 12, 13])
     assert calls
     assert (flash - products).abs().max() <= (1e-9 if kind == "llama-float64" else 1e-4)

@@ -151,8 +151,8 @@ def test_the_penalty_comes_before_the_mask() -> None:
 
 def test_a_finished_constraint_ends_without_an_end_token(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
-    forward = engine._forward
-    monkeypatch.setattr(engine, "_forward", lambda *a, **k: steps.append(a[0]) or forward(*a, **k))
+    forward = engine.decoder.logits
+    monkeypatch.setattr(engine.decoder, "logits", lambda *a, **k: steps.append(a[0]) or forward(*a, **k))
     chain = Automaton({n: {20 + n: n + 1} for n in range(5)}, final=(), ends=())
     done = engine.generate([QUESTION], SamplingParams(max_tokens=50), constraint=chain)
     assert done.token_ids == (20, 21, 22, 23, 24)

@@ -407,7 +407,7 @@ def test_prompts_extended_together_predict_what_they_predict_alone() -> None:
         tails = [_ids(n, 50 + n) for n in (9, 0, 12, 4)]
         for _ in range(2):  # the second time after rewinding
             halves = [engine.extend([(one, t[a:b]) for one, t in zip(linked, tails, strict=True)]) for a, b in HALVES]
-            assert [one.appended for one in linked] == [9, 0, 12, 4]
+            assert [len(one.appended_ids) for one in linked] == [9, 0, 12, 4]
             for one, before, tail, first, second in zip(linked, whole, tails, *halves, strict=True):
                 want = plain_logits(untouched(model), [*before, *tail])[len(before) - 1 :]
                 got = torch.cat([one.logits, first, second])

@@ -207,11 +207,11 @@ def test_linked_kv_never_enters_the_prefix_cache() -> None:
         key = engine.compile(A)
         for policy in ("naive", "legolink:4", "full"):
             engine.score([HEAD, key, QUESTION], [5], policy=policy)
-        assert engine._prefixes.nbytes == 0
+        assert engine._serving.prefixes.nbytes == 0
         # The first request of the prefix policy computes all of it, although a chunk is at hand.
         stats = engine.generate([HEAD, key, QUESTION], SHORT, policy="prefix").stats
         assert (stats.linked, stats.rows) == (0, 31)
-        assert engine._prefixes.nbytes == 31 * engine.spec.kv_bytes_per_token
+        assert engine._serving.prefixes.nbytes == 31 * engine.spec.kv_bytes_per_token
         got = engine.score([HEAD, key, QUESTION], [5], policy="prefix")
         assert (got - want).abs().max() < 1e-4
         # And linking goes on ignoring the cache.

@@ -44,7 +44,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def _probe(engine: Engine) -> Probe:
-    return Probe(engine.decoder, engine.backend, engine._run_step, 16)
+    return Probe(engine.decoder, engine.backend, engine._loop.run, 16)
 
 
 def _layout(engine: Engine) -> Layout:

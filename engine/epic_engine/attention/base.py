@@ -13,7 +13,7 @@ Keys of a run are rotated at the chunk's own slots; a row reads them with its qu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from epic_engine.model.spec import ModelSpec
 
-__all__ = ["AttentionBackend", "Plan", "PrivateKV", "Run", "SequenceRows"]
+__all__ = ["AttentionBackend", "Plan", "PrivateKV", "Run", "SequenceKV", "SequenceRows"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +41,8 @@ class Run:
         Rows at positions ``>= after`` read the run, rows before it do not.
     bias
         Added to the run's scores.
+    wait
+        Blocks until a layer of ``kv`` is there; None if all of it is.
     """
 
     kv: Tensor
@@ -49,6 +51,7 @@ class Run:
     offset: int
     after: int
     bias: float = 0.0
+    wait: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
         """Empty or reversed runs would make the attention kernel fail."""
@@ -61,8 +64,47 @@ class Run:
         return self.kv.data_ptr(), self.start, self.stop, self.bias
 
 
-class PrivateKV:
-    """Keys and values that belong to one sequence alone, in order of position.
+class SequenceKV(ABC):
+    """Keys and values that belong to one sequence, in order of position.
+
+    Attributes
+    ----------
+    length
+        Tokens held; raised by :meth:`Plan.commit`.
+    base
+        Keys are rotated at ``position - base``.
+    """
+
+    length: int
+    base: int
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """Tokens that fit, those held included."""
+
+    @abstractmethod
+    def pieces(self) -> list[tuple[Tensor, int, int]]:
+        """Memory of the tokens held, in order: ``(kv, start, stop)`` with kv shaped as in :class:`Run`.
+
+        Sequences that share memory name the same pieces of it.
+        """
+
+    @abstractmethod
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Keep the rows that follow the tokens held; ``length`` stays.
+
+        Parameters
+        ----------
+        layer
+            Decoder layer.
+        keys, values
+            ``(kv_heads, rows, head_dim)``.
+        """
+
+
+class PrivateKV(SequenceKV):
+    """A sequence's own KV in one stretch of memory.
 
     Parameters
     ----------
@@ -88,6 +130,16 @@ class PrivateKV:
         """Tokens that fit."""
         return self.kv.shape[3]
 
+    def pieces(self) -> list[tuple[Tensor, int, int]]:
+        """All that is held, in one piece."""
+        return [(self.kv, 0, self.length)] if self.length else []
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Keep the rows that follow the tokens held."""
+        stop = self.length + keys.shape[1]
+        self.kv[layer, 0, :, self.length : stop] = keys
+        self.kv[layer, 1, :, self.length : stop] = values
+
 
 @dataclass(frozen=True, eq=False)
 class SequenceRows:
@@ -104,7 +156,7 @@ class SequenceRows:
     """
 
     positions: Sequence[int]
-    private: PrivateKV
+    private: SequenceKV
     runs: Sequence[Run]
 
 

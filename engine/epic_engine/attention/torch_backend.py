@@ -18,7 +18,7 @@ from torch import Tensor
 from epic_engine.errors import ConfigError
 from epic_engine.model.decoder import Decoder
 
-from .base import AttentionBackend, Plan, PrivateKV, Run, SequenceRows
+from .base import AttentionBackend, Plan, Run, SequenceKV, SequenceRows
 from .spans import Span, worth_a_span
 
 __all__ = ["TorchBackend", "dense_math"]
@@ -112,8 +112,7 @@ class _Sequence:
 
     first: int
     last: int
-    private: PrivateKV
-    held: int
+    private: SequenceKV
     span: Span | None
 
 
@@ -148,6 +147,7 @@ class TorchPlan(Plan):
         self._wide = torch.float64 if decoder.dtype == torch.float64 else torch.float32
         device = decoder.device
         self._sequences: list[_Sequence] = []
+        self._waits: dict[int, Callable[[int], None]] = {}
         local: list[int] = []
         readers: dict[tuple[int, int, int, float], list[tuple[Run, int, list[int]]]] = {}
         for item in batch:
@@ -161,15 +161,18 @@ class TorchPlan(Plan):
             span = None
             if len(item.positions) > 1 and worth_a_span(item, decoder.spec):
                 span = Span(decoder, item, first)
-            self._sequences.append(_Sequence(first, len(local), private, private.length, span))
-            for run in item.runs:
-                if span is not None and not run.bias:
-                    continue
+            self._sequences.append(_Sequence(first, len(local), private, span))
+            # What a sequence held before this pass lies before all its rows: a run like any other.
+            own = [Run(kv, start, stop, private.base, 0) for kv, start, stop in private.pieces()]
+            for run in (*own, *(r for r in item.runs if span is None or r.bias)):
                 begin = bisect_left(item.positions, run.after)
                 if begin < len(item.positions):
                     distances = [p - run.offset for p in item.positions[begin:]]
                     readers.setdefault(run.shared_as, []).append((run, first + begin, distances))
+            self._waits.update({id(run.kv): run.wait for run in item.runs if run.wait is not None})
         self._rows = len(local)
+        alone = [seq.first for seq in self._sequences if seq.last - seq.first == 1]
+        self._alone = torch.tensor(alone, dtype=torch.int64, device=device)
         self._local = torch.tensor(local, dtype=torch.int64, device=device)
         self._blocks = [self._block(b, device) for b in _split(list(readers.values()))]
         self._factors: dict[int, tuple[Tensor, list[Tensor]]] = {}
@@ -220,14 +223,17 @@ class TorchPlan(Plan):
         shape = (self._rows, group, kv_heads)
         total = torch.empty((*shape, dim), dtype=self._wide, device=q.device)
         lse = torch.empty(shape, dtype=self._wide, device=q.device)
+        values = v[0]
         for seq in self._sequences:
-            keys, values = seq.private.kv[layer, 0], seq.private.kv[layer, 1]
-            stop = seq.held + seq.last - seq.first
-            keys[:, seq.held : stop] = key[:, seq.first : seq.last]
-            values[:, seq.held : stop] = v[0][:, seq.first : seq.last]
-            out, weight = self._own(own_query[:, seq.first : seq.last], keys[:, :stop], values[:, :stop], seq, scaling)
-            total[seq.first : seq.last] = out
-            lse[seq.first : seq.last] = weight
+            mine = slice(seq.first, seq.last)
+            seq.private.write(layer, key[:, mine], values[:, mine])
+            if seq.last - seq.first > 1:
+                total[mine], lse[mine] = self._causal(own_query[:, mine], key[:, mine], values[:, mine], scaling)
+        if self._alone.numel():
+            self._see_themselves(total, lse, own_query, key, values, scaling)
+        for wait in self._waits.values():
+            wait(layer)
+        for seq in self._sequences:
             if seq.span is not None:
                 self._read_span(total, lse, own_query, seq.span, layer, scaling)
         for index, block in enumerate(self._blocks):
@@ -249,23 +255,23 @@ class TorchPlan(Plan):
         """``(kv_heads, rows, group, dim / 2)`` complex to ``(kv_heads, rows, group, dim)`` in the model's dtype."""
         return torch.view_as_real(x).flatten(-2).to(self._decoder.dtype)
 
-    def _own(self, q: Tensor, keys: Tensor, values: Tensor, seq: _Sequence, scaling: float) -> tuple[Tensor, Tensor]:
-        """Causal attention of new rows to their sequence's private keys, old and new."""
-        rows, held = seq.last - seq.first, seq.held
-        if rows == 1:
-            return self._folded(q, keys, values, scaling)
-        # The kernel aligns its causal mask to the first key, so old keys form a piece of their own.
-        grouped = (q.shape[0], q.shape[2], rows, keys.shape[-1])
-        new_keys, new_values = (x[:, None, held:].expand(grouped) for x in (keys, values))
-        out, lse = self._dense(q.transpose(1, 2), new_keys, new_values, scaling, True)
-        out = out.permute(1, 2, 0, 3).to(self._wide)
-        lse = lse.permute(1, 2, 0).to(self._wide)
-        if not held:
-            return out, lse
-        old_out, old_lse = self._folded(q, keys[:, :held], values[:, :held], scaling)
-        both = torch.logaddexp(lse, old_lse.to(self._wide))
-        out = out * torch.exp(lse - both)[..., None] + old_out * torch.exp(old_lse - both)[..., None]
-        return out, both
+    def _causal(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        """Causal attention of a sequence's new rows to each other."""
+        grouped = (q.shape[0], q.shape[2], q.shape[1], keys.shape[-1])
+        keys, values = (x.to(q.dtype)[:, None].expand(grouped) for x in (keys, values))
+        out, lse = self._dense(q.transpose(1, 2), keys, values, scaling, True)
+        return out.permute(1, 2, 0, 3).to(self._wide), lse.permute(1, 2, 0).to(self._wide)
+
+    def _see_themselves(
+        self, total: Tensor, lse: Tensor, q: Tensor, keys: Tensor, values: Tensor, scaling: float
+    ) -> None:
+        """The first piece of rows that are their sequence's only one: their own key."""
+        if self._alone.numel() < self._rows:
+            q, keys, values = (x.index_select(1, self._alone) for x in (q, keys, values))
+        scores = (q.to(self._wide) * keys[:, :, None].to(self._wide)).sum(dim=-1) * scaling
+        lse.index_copy_(0, self._alone, scores.permute(1, 2, 0))
+        own = values[:, :, None].expand(-1, -1, q.shape[2], -1).permute(1, 2, 0, 3)
+        total.index_copy_(0, self._alone, own.to(self._wide))
 
     def _folded(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         """Unmasked attention with grouped heads as rows: ``(rows, group, kv_heads, dim)`` and its log-sum-exp."""
@@ -313,7 +319,7 @@ class TorchPlan(Plan):
     def commit(self) -> None:
         """Count the rows' keys as part of their sequences."""
         for seq in self._sequences:
-            seq.private.length = seq.held + seq.last - seq.first
+            seq.private.length += seq.last - seq.first
 
 
 def _split(

@@ -10,7 +10,7 @@ segments with two offsets. Positions are consecutive over the whole prompt::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -34,11 +34,14 @@ class Body:
         Tokens that stood before it when it was computed; its KV is exact where the prompt begins with them.
     rotation_base
         Keys are rotated at ``slot + rotation_base``: 0 for compiled chunks, the absolute place for cached prefixes.
+    wait
+        Blocks until a layer of ``kv`` is there; None if all of it is.
     """
 
     kv: Tensor
     context_ids: tuple[int, ...]
     rotation_base: int = 0
+    wait: Callable[[int], None] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,11 +137,13 @@ def _runs(segment: Segment, body: Body, slots: Sequence[int], damp: Damp | None)
         edges = [a, *sorted(c for c in cuts if a < c < b), b]
         for low, high in pairwise(edges if damp else [a, b]):
             bias = -damp.amount if damp and high <= until and segment.start + low > 0 else 0.0
-            yield Run(body.kv, low, high, offset, segment.start + high, bias)
+            yield Run(body.kv, low, high, offset, segment.start + high, bias, body.wait)
 
 
 class LinkPlan:
     """Which tokens of a layout are computed, and which runs of shared KV the rest reads.
+
+    ``linked`` counts the tokens that shared KV covers, ``recomputed`` those of them that are computed anew.
 
     Parameters
     ----------
@@ -149,18 +154,35 @@ class LinkPlan:
         prompt is always added, for its logits are wanted.
     damp
         Lowered scores of the first slots of chunks that are not exact.
+    settled
+        Tokens at the beginning that an earlier turn computed or linked; they are neither again. A segment lies on one
+        side of that border.
+    runs
+        What the earlier turn reads.
     """
 
-    def __init__(self, layout: Layout, recompute: Mapping[int, Sequence[int]], damp: Damp | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        recompute: Mapping[int, Sequence[int]],
+        damp: Damp | None = None,
+        *,
+        settled: int = 0,
+        runs: Sequence[Run] = (),
+    ) -> None:
         self.layout = layout
         self.rows: list[int] = []
-        self.runs: list[Run] = []
+        self.runs: list[Run] = list(runs)
+        self.linked = 0
         self.recomputed = 0
         last = len(layout) - 1
         for index, segment in enumerate(layout.segments):
+            if segment.stop <= settled:
+                continue
             if segment.body is None:
                 self.rows.extend(range(segment.start, segment.stop))
                 continue
+            self.linked += len(segment.token_ids)
             slots = sorted(set(recompute.get(index, ())))
             if slots and (slots[0] < 0 or slots[-1] >= len(segment.token_ids)):
                 raise ValueError(f"slots {slots[0]}…{slots[-1]} lie outside a segment of {len(segment.token_ids)}")

@@ -117,6 +117,8 @@ class Probe:
             place = slice(segment.start, segment.stop)
             slots = torch.arange(len(segment.token_ids), device=key.device) + segment.body.rotation_base
             true = _turned(self._decoder, 1, key[:, place], slots).float()
+            if segment.body.wait is not None:
+                segment.body.wait(1)
             stored = segment.body.kv[1].to(key.device).float()
             error = (true - stored[0]).square().sum(dim=(0, 2)) + (value[:, place].float() - stored[1]).square().sum(
                 dim=(0, 2)

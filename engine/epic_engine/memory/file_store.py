@@ -21,9 +21,9 @@ import shutil
 import sqlite3
 import threading
 import uuid
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -66,8 +66,6 @@ CREATE TABLE dependencies (
 CREATE INDEX dependencies_by_key ON dependencies (key);
 """
 _COLUMNS = "key, namespace, fingerprint, content, context, token_ids, context_ids, nbytes, created, depends"
-# Maps kept open; the kernel allows about 65,000 a process.
-_MAX_MAPS = 8192
 
 
 def _checksum(kv: Tensor) -> str:
@@ -131,7 +129,8 @@ class FileStore(ChunkStore):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).expanduser().absolute()
         self._lock = threading.RLock()
-        self._maps: OrderedDict[ChunkKey, Tensor] = OrderedDict()
+        # A map is open for as long as somebody reads it: how many are is for them to say.
+        self._maps: WeakValueDictionary[ChunkKey, Tensor] = WeakValueDictionary()
         self._writer: tuple[Path, FileLock] | None = None
         try:
             (self.path / "kv").mkdir(parents=True, exist_ok=True)
@@ -290,9 +289,9 @@ class FileStore(ChunkStore):
             if row is None:
                 self._maps.pop(key, None)
                 raise ChunkNotFoundError(f"chunk {key} is not in {self.path}: compile its tokens again.")
-            if key in self._maps:
-                self._maps.move_to_end(key)
-                return self._maps[key]
+            mapped = self._maps.get(key)
+            if mapped is not None:
+                return mapped
             try:
                 kv = self._map(key)
                 intact = json.loads(row[0]) == list(kv.shape) and row[1] == str(kv.dtype) and row[2] == _checksum(kv)
@@ -305,8 +304,6 @@ class FileStore(ChunkStore):
                 self.delete([key])
                 raise ChunkNotFoundError(f"chunk {key} was set aside ({reason}): compile its tokens again.")
             self._maps[key] = kv
-            while len(self._maps) > _MAX_MAPS:
-                self._maps.popitem(last=False)
             return kv
 
     def _map(self, key: ChunkKey) -> Tensor:

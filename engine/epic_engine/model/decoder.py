@@ -8,6 +8,7 @@ head. Queries and keys reach :func:`attend` unrotated because the rotary module 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -247,9 +248,18 @@ class Decoder:
         self._model.base_model(**self._arguments(ids, positions, step))
 
     @torch.inference_mode()
-    def logits(self, ids: Any, positions: Any, step: AttentionStep, last: int = 1) -> Tensor:
-        """Run rows and return the logits of the last ``last`` of them, ``(last, vocab)``, in the model's dtype."""
-        output = self._model(**self._arguments(ids, positions, step), logits_to_keep=last)
+    def logits(self, ids: Any, positions: Any, step: AttentionStep, wanted: int | Sequence[int] = 1) -> Tensor:
+        """Run rows and return the logits of some of them, ``(wanted, vocab)``, in the model's dtype.
+
+        Parameters
+        ----------
+        ids, positions, step
+            As for :meth:`run`.
+        wanted
+            How many of the last rows, or which ones.
+        """
+        keep = wanted if isinstance(wanted, int) else torch.tensor(wanted, dtype=torch.int64, device=self.device)
+        output = self._model(**self._arguments(ids, positions, step), logits_to_keep=keep)
         return output.logits[0]
 
     def as_pairs(self, x: Tensor) -> Tensor:

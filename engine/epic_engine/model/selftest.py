@@ -127,7 +127,7 @@ def run_selftest(decoder: Decoder, backend: AttentionBackend) -> SelfTestReport:
         plan = LinkPlan(layout, recompute)
         private = PrivateKV(decoder.spec, len(plan.rows), decoder.device)
         step = backend.plan([SequenceRows(plan.rows, private, plan.runs)])
-        return decoder.logits(plan.row_ids, plan.rows, step, last=len(plan.rows))
+        return decoder.logits(plan.row_ids, plan.rows, step, len(plan.rows))
 
     full = engine_logits(Layout([(ids, None)]), {})
     noise = 0.0

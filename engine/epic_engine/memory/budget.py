@@ -1,0 +1,71 @@
+"""How much memory the KV may take, from what the user wrote."""
+
+from __future__ import annotations
+
+import re
+
+from epic_engine.errors import ConfigError
+
+__all__ = ["format_bytes", "parse_memory"]
+
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{p}b": 1000**i for i, p in enumerate("kmgt", start=1)}
+_UNITS |= {f"{p}ib": 1024**i for i, p in enumerate("kmgt", start=1)}
+_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_memory(value: str | int | float | None, free: int, *, share: float = 0.5) -> int:
+    """Bytes of a memory budget.
+
+    Parameters
+    ----------
+    value
+        ``"8GiB"``, ``"512MB"``, a number of bytes, a fraction of what is free (``0.6`` or ``"0.6"``), or None.
+    free
+        Bytes that are free now.
+    share
+        Fraction of ``free`` that None stands for.
+
+    Returns
+    -------
+    int
+        Bytes, at least 1 and at most ``free``.
+
+    Raises
+    ------
+    ConfigError
+        If the value cannot be read, is not positive, or exceeds what is free.
+    """
+    wanted = _bytes(share if value is None else value, free)
+    if not 0 < wanted <= free:
+        raise ConfigError(
+            f"memory={value!r} stands for {format_bytes(wanted)}, {format_bytes(free)} are free: give at least one "
+            'byte and at most that, or a fraction such as 0.5, or "8GiB".'
+        )
+    return wanted
+
+
+def _bytes(value: str | int | float, free: int) -> int:
+    if isinstance(value, str):
+        match = _TEXT.fullmatch(value)
+        unit = _UNITS.get(match[2].lower()) if match else None
+        if match is None or unit is None:
+            raise ConfigError(f'memory={value!r} cannot be read: write "8GiB", "512MB", bytes, or a fraction as 0.5.')
+        if match[2]:
+            return int(float(match[1]) * unit)
+        value = float(match[1]) if "." in match[1] else int(match[1])
+    if isinstance(value, float):
+        if not 0 < value <= 1:
+            raise ConfigError(f"memory={value} is no fraction of what is free: use 0 < memory <= 1, or whole bytes.")
+        return int(value * free)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f'memory={value!r} cannot be read: write "8GiB", "512MB", bytes, or a fraction as 0.5.')
+    return value
+
+
+def format_bytes(count: int) -> str:
+    """A number of bytes for people."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if abs(count) >= 1 << power:
+            return f"{count / (1 << power):.1f} {unit}"
+    return f"{count} bytes"

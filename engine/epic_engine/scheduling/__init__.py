@@ -1,0 +1,1 @@
+"""Many requests on one model: queues, passes, and the thread that runs them."""
