@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ __all__ = [
     "out",
     "report_line",
     "scaling_table",
+    "serve_tables",
     "stage_progress",
     "ttft_table",
 ]
@@ -203,5 +204,132 @@ def scaling_table(result: Mapping[str, Any]) -> Table:
             f"{p['over_floor']:.2f}×",
             f"{p['over_floor_folded']:.2f}×",
             f"{p['peak_bytes'] / 2**20:.0f} MiB",
+        )
+    return table
+
+
+def serve_tables(result: Mapping[str, Any]) -> list[Table]:
+    """Results of ``bench serve``, a table for each part that was measured."""
+    tables: dict[str, Callable[[Any], Table]] = {
+        "load": _load_table,
+        "saturation": _saturation_table,
+        "decode": _decode_table,
+        "beside": _beside_table,
+        "memory": _memory_table,
+    }
+    return [draw(result[part]) for part, draw in tables.items() if result.get(part)]
+
+
+def _columns(title: str, *names: str) -> Table:
+    table = Table(title=title)
+    for name in names:
+        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=name == "policy")
+    return table
+
+
+def _number(value: float | None, form: str = "{:.2f}") -> str:
+    return "–" if value is None else form.format(value)
+
+
+def _unserved(entry: Mapping[str, Any]) -> str:
+    return f"{entry['refused']} / {entry['failed']}"
+
+
+def _load_table(cells: Sequence[Mapping[str, Any]]) -> Table:
+    table = _columns(
+        "Requests a second that arrive and are served (TTFT counts from when a request was due)",
+        *("policy", "output", "rate", "offered", "reached", "tokens/s", "TTFT p50", "p95", "p99", "per token"),
+        *("linked", "reused", "memory", "refused / failed"),
+    )
+    order = list(dict.fromkeys(c["policy"] for c in cells))  # cells are measured in an order that turns
+    for c in sorted(cells, key=lambda c: (c["tokens"], c["rate"], order.index(c["policy"]))):
+        peak = c["peak_bytes"]
+        table.add_row(
+            c["policy"],
+            str(c["tokens"]),
+            f"{c['rate']:g}",
+            f"{c['offered_rps']:.2f}",
+            f"{c['reached_rps']:.2f}",
+            f"{c['output_tokens_s']:.1f}",
+            *(_number(c["ttft_s"].get(q), "{:.3f} s") for q in ("p50", "p95", "p99")),
+            _number(c["per_token_s"].get("p50"), "{:.3f} s"),
+            _number(c["linked_share"], "{:.0%}"),
+            _number(c["reused_share"], "{:.0%}"),
+            _number(None if peak is None else peak / 2**20, "{:.0f} MiB"),
+            _unserved(c),
+        )
+    return table
+
+
+def _saturation_table(entries: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = _columns(
+        "As many requests as can be served",
+        "policy",
+        "requests/s",
+        "tokens/s",
+        "vs full",
+        "vs prefix",
+        "refused / failed",
+    )
+    for policy, e in entries.items():
+        table.add_row(
+            policy,
+            f"{e['rps']:.2f}",
+            f"{e['output_tokens_s']:.1f}",
+            *(_number(e.get(base), "{:.2f}×") for base in ("vs_full", "vs_prefix")),
+            _unserved(e),
+        )
+    return table
+
+
+def _decode_table(entries: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = _columns(
+        "Decoding at once over the same chunks",
+        *("policy", "same, tokens/s", "different, tokens/s", "ratio", "refused / failed"),
+    )
+    for policy, e in entries.items():
+        # Requests that never decoded together say nothing about sharing.
+        ratio = _number(e["ratio"], "{:.2f}×") + ("" if e["together"] else " (not at once)")
+        table.add_row(policy, f"{e['same_tokens_s']:.1f}", f"{e['disjoint_tokens_s']:.1f}", ratio, _unserved(e))
+    return table
+
+
+def _beside_table(entries: Mapping[str, Mapping[str, Any]]) -> Table:
+    first = next(iter(entries.values()))
+    long = f"requests of {first['chunks']} chunks ({first['prompt_tokens']} tokens)"
+    table = _columns(
+        f"TTFT of short requests, alone and beside {long}",
+        *("policy", "alone p50", "p95", "beside p50", "p95", "ratio p50", "p95", "long request", "refused / failed"),
+    )
+    for policy, e in entries.items():
+        table.add_row(
+            policy,
+            *(_number(e[kind].get(q), "{:.3f} s") for kind in ("alone_s", "beside_s") for q in ("p50", "p95")),
+            *(_number(e["ratio"].get(q), "{:.2f}×") for q in ("p50", "p95")),
+            _number(e["long_ttft_s"], "{:.2f} s"),
+            _unserved(e),
+        )
+    return table
+
+
+def _memory_table(entries: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = _columns(
+        "What a further request adds over chunks that are there",
+        "policy",
+        "held",
+        "added",
+        "a private copy",
+        "share",
+        "refused / failed",
+    )
+    for policy, e in entries.items():
+        added = e.get("added_bytes")
+        table.add_row(
+            policy,
+            f"{e['held']} of {e['requests']}",
+            _number(None if added is None else added / 2**20, "{:.2f} MiB"),
+            f"{e['copy_bytes'] / 2**20:.2f} MiB",
+            _number(e.get("share"), "{:.1%}"),
+            _unserved(e),
         )
     return table

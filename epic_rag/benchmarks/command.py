@@ -5,16 +5,27 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from epic_rag.console import err, ingest_table, out, scaling_table, stage_progress, ttft_table
+from epic_rag.console import (
+    err,
+    ingest_progress,
+    ingest_table,
+    out,
+    scaling_table,
+    serve_tables,
+    stage_progress,
+    ttft_table,
+)
 
 if TYPE_CHECKING:
     from epic_engine import Engine
 
 __all__ = ["bench_app"]
+
+_Number = TypeVar("_Number", int, float)
 
 bench_app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 
@@ -121,6 +132,100 @@ def bench_ingest(
         result = bench_ingest(engine, texts, names, embedder=embedder, repeats=repeats, progress=progress)
     _finish(result, json_path)
     out.print(ingest_table(result))
+
+
+@bench_app.command("serve")
+def bench_serve(
+    dataset: Annotated[
+        str, typer.Option("--dataset", help="Documents and questions; a file or generated data set.")
+    ] = "templated",
+    limit: Annotated[int, typer.Option(min=1, help="Examples to take.")] = 24,
+    parts: Annotated[
+        str, typer.Option(help="Comma-separated: load, saturation, decode, beside, memory.")
+    ] = "load,saturation,decode,beside,memory",
+    policies: Annotated[str, typer.Option(help="Comma-separated.")] = "full,prefix,legolink:16,query_aware:0.1",
+    context: Annotated[str, typer.Option(help="Compile context.")] = "isolated",
+    rates: Annotated[str, typer.Option(help="Arrivals a second, comma-separated.")] = "0.5,1,2",
+    tokens: Annotated[str, typer.Option(help="Output tokens, comma-separated; saturation takes the first.")] = "16",
+    requests: Annotated[int, typer.Option(min=1, help="Requests a policy at each rate and in each round.")] = 32,
+    k: Annotated[int, typer.Option("--k", "-k", min=1, help="Chunks of a request.")] = 6,
+    exponent: Annotated[float, typer.Option(min=0, help="Of the chunks' popularity (Zipf); 0 is uniform.")] = 1.0,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once; in load it follows from rates.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of interleaved policies.")] = 3,
+    decode_tokens: Annotated[int, typer.Option(min=2, help="Output tokens in decode.")] = 128,
+    beside_chunks: Annotated[int, typer.Option(min=1, help="Chunks of the long requests.")] = 64,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A small run: caps rates, requests, rounds and tokens.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of arrivals and draws.")] = 0,
+    json_path: JsonOption = None,
+    png: Annotated[Path | None, typer.Option("--png", help="Draw latency and throughput into this file.")] = None,
+    model: ModelOption = "smollm2",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Many requests at once: latency under load, throughput, decoding, fairness and memory per policy."""
+    from epic_engine import parse_policies
+
+    from epic_rag.benchmarks.serve import ServeSettings, bench_serve
+    from epic_rag.benchmarks.serve_corpus import compile_corpus
+    from epic_rag.benchmarks.serve_plot import draw_serve, require_matplotlib
+    from epic_rag.compiling import parse_context_name
+    from epic_rag.evaluation.datasets import load
+    from epic_rag.retrieval import MiniLMEmbedder
+    from epic_rag.tokenization import SegmentTokenizer
+
+    settings = ServeSettings(
+        policies=tuple(str(policy) for policy in parse_policies(policies)),
+        parts=tuple(part.strip() for part in parts.split(",") if part.strip()),
+        rates=tuple(_numbers(rates, float, "rates")),
+        tokens=tuple(_numbers(tokens, int, "tokens")),
+        requests=requests,
+        k=k,
+        exponent=exponent,
+        concurrency=concurrency,
+        rounds=rounds,
+        decode_tokens=decode_tokens,
+        beside_chunks=beside_chunks,
+        seed=seed,
+    )
+    if quick:
+        settings = settings.capped()
+    near = parse_context_name(context)[0] == "neighbours"
+    if png is not None:
+        require_matplotlib()
+    load(dataset, limit=1, seed=seed)
+    with _bench_engine(model, device, dtype) as engine, ingest_progress() as progress:
+        count = SegmentTokenizer(engine.tokenizer).encode_text
+        examples = load(dataset, limit=limit, seed=seed, count_tokens=lambda text: len(count(text)))
+        corpus = compile_corpus(
+            engine,
+            examples,
+            context=context,
+            seed=seed,
+            embedder=MiniLMEmbedder() if near else None,
+            progress=lambda done, total: progress("compile", done, total),
+        )
+        facts = {"dataset": dataset, "context": context}
+        result = bench_serve(
+            engine, corpus, settings, progress=progress, save=lambda found: _finish({**facts, **found}, json_path)
+        )
+    _finish(result := {**facts, **result}, json_path)
+    for table in serve_tables(result):
+        out.print(table)
+    picture = draw_serve(result) if png is not None else None
+    if png is not None and picture is not None:
+        png.parent.mkdir(parents=True, exist_ok=True)
+        png.write_bytes(picture)
+    if result["interrupted"]:
+        raise typer.Exit(130)
+
+
+def _numbers(text: str, kind: type[_Number], name: str) -> list[_Number]:
+    try:
+        return [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no list of numbers, as in '1,2'.", param_hint=f"--{name}") from None
 
 
 def _finish(result: dict[str, Any], path: Path | None) -> None:

@@ -342,8 +342,13 @@ def _peak(engine: Engine, prompt: Sequence[tuple[int, ...] | ChunkKey], policy: 
         engine.generate(prompt, sampling, policy=policy)
         return torch.cuda.max_memory_allocated(engine.device) - before
     activity = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[activity], profile_memory=True) as profile:
+    profile = torch.profiler.profile(activities=[activity], profile_memory=True)
+    # A profiler sees the thread that starts it.
+    engine.call(profile.start)
+    try:
         engine.generate(prompt, sampling, policy=policy)
+    finally:
+        engine.call(profile.stop)
     held = peak = 0
     for size in _allocations(profile):
         held += size

@@ -145,7 +145,8 @@ def test_a_second_attempt_has_a_constraint_of_its_own(texts: CompiledTexts, tmp_
         CompiledTexts(tmp_path, again, context="isolated", policy="naive") as later,
     ):
         assert "".join(chat_stream(later, messages, params, constraint=constraint)) == want
-    assert len(made) == len({id(c) for c in made}) == 3  # two texts were damaged
+    assert len(made) == len({id(c) for c in made})
+    assert len(made) in (2, 3)  # two texts were damaged, and may have been found out together
     assert fits(json.loads(want), SCHEMA)
 
 

@@ -94,7 +94,8 @@ def test_damaged_and_lost_kv_is_compiled_again(
     ):
         stream = chat_stream(later, MESSAGES, GREEDY)
         assert ran(stream) == want
-    assert sum(record.name == "epic_rag.prompt_stream" for record in caplog.records) == 2
+    # Both are loaded at once, so the second may be found out and set aside with the first.
+    assert sum(record.name == "epic_rag.prompt_stream" for record in caplog.records) in (1, 2)
     assert stream.completion.stats.reuse == "composed"
 
 
