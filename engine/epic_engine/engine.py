@@ -215,7 +215,7 @@ class Engine(ChunkLibrary):
         check_constraint(constraint, params)
         wanted = Options(**options)
         job = self._job(prompt, policy, params.max_tokens, wanted.after)
-        job.priority = wanted.priority
+        job.priority, job.expected = wanted.priority, params.max_tokens
         if wanted.timeout is not None:
             job.deadline = begin + wanted.timeout
         for index in range(n):

@@ -286,3 +286,18 @@ class PagedKVMachine(RuleBasedStateMachine):
 
 TestPagedKVMachine = PagedKVMachine.TestCase
 TestPagedKVMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_pages_for_what_is_expected_can_be_given_back() -> None:
+    pool = make_pool(40, slab_bytes=1 << 20)
+    kv = PagedKV(pool)
+    kv.reserve(3, expected=5 * PAGE)
+    assert (kv.pages, len(kv.extents)) == (6, 1)
+    want = append(kv, 3, seed=1)
+    kv.trim(PAGE)
+    assert kv.pages == 2
+    assert kv.capacity >= 3 + PAGE
+    kv.trim(0)
+    assert kv.pages == 1
+    assert torch.equal(contents(kv), want)
+    pool.check_integrity(kv.extents)

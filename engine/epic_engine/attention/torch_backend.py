@@ -73,7 +73,10 @@ def dense_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> t
 
 @dataclass(frozen=True)
 class _Group:
-    """All pairs of one block that read the same run: pairs ``[first, last)``."""
+    """All pairs of one block that read the same run: pairs ``[first, last)``.
+
+    ``readers`` are the rows ``[begin, end)`` of each sequence among them, in the order of the pairs.
+    """
 
     kv: Tensor
     start: int
@@ -81,6 +84,7 @@ class _Group:
     first: int
     last: int
     bias: float
+    readers: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +192,8 @@ class TorchPlan(Plan):
                 rows.extend(range(begin, begin + len(turns)))
                 distances.extend(turns)
             # Slot 0 of the merge is what the rows have gathered so far; each group adds one.
-            made.append(_Group(run.kv, run.start, run.stop, first, len(rows), run.bias))
+            readers = tuple((begin, begin + len(turns)) for _, begin, turns in group)
+            made.append(_Group(run.kv, run.start, run.stop, first, len(rows), run.bias, readers))
             slots.extend([index + 1] * (len(rows) - first))
         flat = [s * self._rows + r for s, r in zip(slots, rows, strict=True)]
 
@@ -310,10 +315,13 @@ class TorchPlan(Plan):
         mass = shares.sum(dim=0)
         shares /= mass
         total.mul_(shares[0, ..., None])
-        share = shares.flatten(0, 1).index_select(0, block.slots)
-        parts = block.scratch("parts", total, 0).copy_(torch.cat(outs))
-        parts *= share[..., None]
-        total.index_add_(0, block.rows, parts)
+        # Row by row an index_add would do, but it takes many times as long as these few slices.
+        for index, (g, out) in enumerate(zip(block.groups, outs, strict=True)):
+            at = 0
+            for begin, end in g.readers:
+                part = out[at : at + end - begin].to(self._wide)
+                total[begin:end].addcmul_(part, shares[index + 1, begin:end, ..., None])
+                at += end - begin
         return top + mass.log_()
 
     def commit(self) -> None:

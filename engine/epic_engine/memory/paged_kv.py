@@ -118,8 +118,16 @@ class PagedKV(SequenceKV):
             if done == rows:
                 return
 
-    def reserve(self, tokens: int) -> None:
+    def reserve(self, tokens: int, expected: int = 0) -> None:
         """Make room for as many tokens behind those held.
+
+        Parameters
+        ----------
+        tokens
+            At least so many.
+        expected
+            Tokens that may follow these: pages that are free anyway are taken with them, so that the sequence stays
+            in one piece. :meth:`trim` gives them back.
 
         Raises
         ------
@@ -141,7 +149,7 @@ class PagedKV(SequenceKV):
         if last is not None and not closed and (more := pool.grow(last.extent, pages)):
             self._append([more])
             return
-        spare = min(self.pages // _SPARE_SHARE, _MOST_SPARE)
+        spare = min(max(self.pages // _SPARE_SHARE, pool.pages_for(expected)), _MOST_SPARE)
         extents = pool.allocate(pages, spare=spare)
         if closed:
             self._replace_last_page(extents, closed)
@@ -226,6 +234,12 @@ class PagedKV(SequenceKV):
         self._capacity += sum(part.room for part in behind)
         child.length = self.length
         return child
+
+    def trim(self, tokens: int) -> None:
+        """Give back what was taken beyond the room for as many tokens behind those held."""
+        behind = self._cut(self._pool.pages_for(self.length + tokens))
+        if behind:
+            self._pool.free(part.extent for part in behind)
 
     def truncate(self, length: int, *, keep_room: bool = False) -> None:
         """Keep the first tokens only and give back the pages behind them, reserved ones included.

@@ -36,6 +36,8 @@ class LinkJob:
         Tokens behind the prompt that are computed again: those of a generation that lost its memory.
     choice
         What its policy chose when it was linked before.
+    expected
+        Tokens that are likely to follow.
     room
         Tokens behind the prompt to hold memory for.
     ids, positions
@@ -54,6 +56,7 @@ class LinkJob:
     tail: Sequence[int] = ()
     choice: Choice | None = None
     room: int = 1
+    expected: int = 0
     done: Callable[[LinkedPrompt], None] | None = None
     failed: Callable[[BaseException], None] | None = None
     arrived: float = field(default_factory=time.perf_counter)

@@ -278,15 +278,25 @@ class Scheduler:
         """Get the pages for a job's rows; it waits if there are none and somebody will give some back."""
         while job.linked is not None:
             try:
-                job.linked.private.reserve(len(job.ids) + job.room)
+                job.linked.private.reserve(len(job.ids) + job.room, job.expected)
                 job.reserved = True
                 return
             except OutOfPagesError as error:
+                if self._trim():
+                    continue
                 others = any(j.reserved or j.preparing for j in self.linking if j is not job)
                 if self.running or others or self._linker.loading:
                     return
                 if not self._throw_back(job):
                     self.failed(job, error)
+
+    def _trim(self) -> bool:
+        """Give back pages that generations hold for tokens to come; whether there were any."""
+        before = sum(g.linked.private.pages for g in self.running if g.linked is not None)
+        for generation in self.running:
+            if generation.linked is not None and not generation.in_pass:
+                generation.linked.private.trim(1)  # an earlier one has its page for the pass that is being made
+        return sum(g.linked.private.pages for g in self.running if g.linked is not None) < before
 
     def _throw_back(self, keep: LinkJob | None) -> bool:
         """Make the last of the linking jobs wait in line again; whether there was one."""
@@ -307,6 +317,8 @@ class Scheduler:
                 generation.linked.private.reserve(1)
                 return True
             except OutOfPagesError as error:
+                if self._trim():
+                    continue
                 others = [g for g in self.running if not g.in_pass]
                 last = max(others, key=lambda g: self.running[g].rank)
                 if len(self.running) > 1:
@@ -335,5 +347,6 @@ class Scheduler:
         """Put a generation in line to be linked again, with the tokens that it has."""
         job = LinkJob(origin.request, origin.order, origin.priority, origin.deadline, [generation])
         job.tail, job.choice = tuple(generation.tokens), choice
+        job.expected = origin.expected - len(generation.tokens)
         job.arrived, job.started = origin.arrived, origin.started
         self.add(job)
