@@ -47,7 +47,9 @@ class EngineConfig:
         Where compiled chunks are read from: ``"map"`` (the store's memory map), ``"pool"`` (copied to pages on the
         device) or ``"auto"`` (``map`` on a CPU).
     step_seconds
-        A forward pass that takes longer is run in the background of shorter ones, which have half of the time.
+        A forward pass that takes longer is run in the background of shorter ones.
+    stall_seconds
+        Longest pause of running answers while a long pass goes on. Shorter is smoother, longer serves more requests.
     max_running
         Most requests that hold memory at once; the others wait in line.
     selftest
@@ -66,6 +68,7 @@ class EngineConfig:
     page_size: int = 16
     chunk_placement: str = "auto"
     step_seconds: float = 0.1
+    stall_seconds: float = 1.0
     max_running: int = 64
     selftest: bool = True
 
@@ -92,6 +95,8 @@ class EngineConfig:
             raise ConfigError(f"chunk_placement={self.chunk_placement!r} is unknown: use {' or '.join(_PLACEMENTS)}.")
         if not 0 < self.step_seconds < math.inf:
             raise ConfigError(f"step_seconds={self.step_seconds} must be above 0 and finite.")
+        if not 0 <= self.stall_seconds < math.inf:
+            raise ConfigError(f"stall_seconds={self.stall_seconds} must be 0 or above, and finite.")
         if self.max_running < 1:
             raise ConfigError(f"max_running={self.max_running} must be at least 1.")
 

@@ -64,8 +64,8 @@ class Engine(ChunkLibrary):
         ``"auto"`` or ``"torch"``.
     **options
         Fields of :class:`~epic_engine.config.EngineConfig`: device, dtype, max_model_len, namespace, context,
-        policy, rows_per_step, prefix_cache_bytes, memory, page_size, chunk_placement, step_seconds, max_running,
-        selftest.
+        policy, rows_per_step, prefix_cache_bytes, memory, page_size, chunk_placement, step_seconds, stall_seconds,
+        max_running, selftest.
 
     Raises
     ------

@@ -391,7 +391,7 @@ def test_an_engine_that_is_dropped_ends_its_thread() -> None:
 def test_a_long_link_lets_others_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
     """With every pass a long one, a short request is answered while the rows of another are under way."""
     params = SamplingParams(max_tokens=3, ignore_eos=True)
-    with Engine(tiny("llama"), selftest=False, step_seconds=1e-9) as engine:
+    with Engine(tiny("llama"), selftest=False, step_seconds=1e-9, stall_seconds=0) as engine:
         monkeypatch.setattr(engine._serving.scheduler, "_background_seconds", 100.0)
         passes: list[int] = []
         within: list[tuple[int, int]] = []

@@ -111,6 +111,7 @@ class Schedules(RuleBasedStateMachine):
             page_size=PAGE,
             chunk_placement=self.placement,
             step_seconds=self.step_seconds,
+            stall_seconds=0,
             rows_per_step=rows,
             max_running=most,
             head=HEAD,

@@ -81,8 +81,7 @@ class _Call:
 class StepLoop:
     """Runs passes: of requests, batched by the scheduler, and of whoever calls.
 
-    A long pass does not stall the others. Between two of its layers the loop serves what is short (the next token of
-    running generations, short links), for as long as it works on the long one: each gets half of the time.
+    A long pass does not stall the others: between two of its layers the loop serves what is short.
 
     Parameters
     ----------
@@ -90,12 +89,17 @@ class StepLoop:
         The model and its attention.
     metrics
         Where passes are counted.
+    stall_seconds
+        Longest pause of running generations during a long pass.
     """
 
-    def __init__(self, decoder: Decoder, backend: AttentionBackend, metrics: Metrics) -> None:
+    def __init__(
+        self, decoder: Decoder, backend: AttentionBackend, metrics: Metrics, stall_seconds: float = 1.0
+    ) -> None:
         self._decoder = decoder
         self._backend = backend
         self._metrics = metrics
+        self._stall_seconds = stall_seconds
         self._changed = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
         self._calls: deque[_Call] = deque()
@@ -280,6 +284,7 @@ class StepLoop:
         work = self._scheduler.background()
         if not work.parts:
             work = self._scheduler.foreground()
+            self._served_at = time.perf_counter()
         if work.parts:
             self._run(work)
         return call is not None or bool(work.parts)
@@ -322,26 +327,36 @@ class StepLoop:
         return _Yielding(step, self._between_layers)
 
     def _between_layers(self) -> None:
-        """In a long pass: serve the others for as long as the pass has had."""
-        now = time.perf_counter()
-        if self._served_seconds > now - self._served_at or self._nested:
+        """In a long pass: serve what is short at once, and running generations after a while.
+
+        A generation's token costs nearly as much for one as for many, so a link that lets many begin together serves
+        them better than tokens one by one; but nobody's text stands still for longer than ``stall_seconds``.
+        """
+        if self._nested:
             return
+        now = time.perf_counter()
         self._nested = True
         worked = False
         try:
             self._keep_house()
-            call = self._next_call(within=self._scheduler.step_seconds)
+            scheduler = self._scheduler
+            call = self._next_call(within=scheduler.step_seconds)
+            waited = now - self._served_at
+            # Many short ones must not starve the long one either: they have half of the time.
+            urgent = call is not None or (scheduler.short_ready and waited >= self._served_seconds)
             if call is not None:
                 call.run()
-            work = self._scheduler.foreground()
-            if work.parts:
-                self._run(work)
-            worked = call is not None or bool(work.parts)
+            if urgent or (scheduler.running and waited >= max(self._stall_seconds, self._served_seconds)):
+                work = scheduler.foreground()
+                if work.parts:
+                    self._run(work)
+                worked = call is not None or bool(work.parts)
         finally:
             self._nested = False
-        self._served_at = time.perf_counter()
-        self._served_seconds = self._served_at - now if worked else 0.0
-        self._away += self._served_at - now
+        if worked:
+            self._served_at = time.perf_counter()
+            self._served_seconds = self._served_at - now
+        self._away += time.perf_counter() - now
         if self._closing or (self._long is not None and all(p.owner.unwanted for p in self._long.parts)):
             raise _AbandonedError
 

@@ -231,6 +231,11 @@ class Scheduler:
                 found.add(part)
         return found
 
+    @property
+    def short_ready(self) -> bool:
+        """Whether a short link waits for nothing but its pass."""
+        return any(self._short(self._rest(job)) for job in self._ready())
+
     def background(self) -> Pass:
         """The next pass of long links."""
         found = Pass()

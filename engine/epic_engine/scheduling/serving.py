@@ -69,7 +69,7 @@ class Serving:
         self.metrics = Metrics()
         self.pool = PagePool(spec, budget, device, page_size=config.page_size)
         self.prefixes = PrefixCache(config.prefix_cache_bytes)
-        self.loop = StepLoop(decoder, backend, self.metrics)
+        self.loop = StepLoop(decoder, backend, self.metrics, config.stall_seconds)
         cost = PassCost(spec, sum(p.numel() for p in decoder.reference.parameters()))
         self.residency = Residency(
             self.pool,
