@@ -310,14 +310,15 @@ def test_coroutines_read_side_by_side(engine: Engine) -> None:
 def test_a_cancelled_task_frees_its_request(engine: Engine) -> None:
     async def main() -> None:
         stream = engine.stream([QUESTION], SamplingParams(max_tokens=450, ignore_eos=True))
+        began = asyncio.Event()
 
         async def read() -> None:
             async with stream:
                 async for _ in stream:
-                    pass
+                    began.set()
 
         task = asyncio.create_task(read())
-        await stream.__anext__()
+        await began.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -425,3 +426,25 @@ def test_logits_of_chosen_rows_are_those_rows(engine: Engine) -> None:
     logits = engine.decoder.logits([5, 6, 7, 8], range(6, 10), plan, [0, 2])
     want = plain_logits(untouched(tiny("llama")), [*QUESTION, 5, 6, 7, 8])
     assert torch.allclose(logits, want[[6, 8]], atol=1e-4)
+
+
+def test_chunks_with_different_holes_are_read_together(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever each request computed anew, the next tokens of all read a chunk in one product."""
+    keys = engine.compile_many(CHUNKS)
+    prompts = [[*keys, _ids(6, 70 + n)] for n in range(4)]
+    policy = "query_aware:0.3"
+    want = [engine.generate(prompt, SHORT, policy=policy).token_ids for prompt in prompts]
+    read: list[int] = []
+    dense = engine.backend._dense  # type: ignore[attr-defined]
+
+    def counted(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        read.append(k.shape[2])
+        return dense(q, k, *arguments)
+
+    monkeypatch.setattr(engine.backend, "_dense", counted)
+    with Gate(engine):
+        streams = [engine.stream(prompt, SHORT, policy=policy) for prompt in prompts]
+    assert [tuple(e.token_id for e in stream) for stream in streams] == want
+    # The longest chunk tells, no private KV is as long. Four first passes read it whole, and seven passes of next
+    # tokens, which would be 28 if each request read it by itself.
+    assert 0 < read.count(max(map(len, CHUNKS))) <= engine.spec.num_layers * (4 + 4 + 7)

@@ -43,6 +43,8 @@ class Run:
         Added to the run's scores.
     wait
         Blocks until a layer of ``kv`` is there; None if all of it is.
+    hidden
+        ``(stop - start,)`` bool: slots that are not read, never all of them; None reads all.
     """
 
     kv: Tensor
@@ -52,6 +54,7 @@ class Run:
     after: int
     bias: float = 0.0
     wait: Callable[[int], None] | None = None
+    hidden: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Empty or reversed runs would make the attention kernel fail."""
@@ -153,11 +156,15 @@ class SequenceRows:
         Receives the rows' keys and values; what it holds already is attended to.
     runs
         Shared KV that the rows may read.
+    whole
+        The same for rows behind all of it, in as few pieces as there are bodies: what a sequence does not read is
+        hidden. A backend may take either.
     """
 
     positions: Sequence[int]
     private: SequenceKV
     runs: Sequence[Run]
+    whole: Sequence[Run] | None = None
 
 
 class Plan(ABC):

@@ -26,10 +26,12 @@ __all__ = ["TorchBackend", "dense_math"]
 # Rotated queries of this many (row, run) pairs are made at a time: more would leave the caches.
 _PAIRS_PER_BLOCK = 1024
 
-_Dense = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
+_Dense = Callable[[Tensor, Tensor, Tensor, float, bool, Tensor | None], tuple[Tensor, Tensor]]
 
 
-def dense_math(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def dense_math(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Dense attention by matrix products in at least float32: runs everywhere and shows what the others compute.
 
     Parameters
@@ -40,6 +42,8 @@ def dense_math(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> t
         Factor on the scores.
     causal
         Row i sees keys 0 … i only.
+    mask
+        ``(rows, keys)``, added to the scores; no row may be hidden from all keys.
 
     Returns
     -------
@@ -52,21 +56,30 @@ def dense_math(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> t
         rows, keys = scores.shape[-2:]
         hidden = torch.ones(rows, keys, dtype=torch.bool, device=q.device).triu(1)
         scores.masked_fill_(hidden, -torch.inf)
+    if mask is not None:
+        scores += mask
     lse = torch.logsumexp(scores, dim=-1)
     out = torch.matmul(torch.exp(scores - lse[..., None]), v.to(wide)).to(q.dtype)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
-def dense_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def dense_cpu(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Dense attention by torch's CPU flash kernel; arguments and results as :func:`dense_math`."""
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    if mask is not None:
+        mask = mask[None, None]
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
-def dense_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def dense_cuda(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Dense attention by torch's CUDA flash kernel (16-bit types); arguments and results as :func:`dense_math`."""
-    if q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] > 256:
-        return dense_math(q, k, v, scale, causal)
+    if mask is not None or q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] > 256:
+        return dense_math(q, k, v, scale, causal, mask)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
     return out.transpose(1, 2), lse.transpose(1, 2)
 
@@ -85,6 +98,7 @@ class _Group:
     last: int
     bias: float
     readers: tuple[tuple[int, int], ...]
+    mask: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +165,7 @@ class TorchPlan(Plan):
         self._wide = torch.float64 if decoder.dtype == torch.float64 else torch.float32
         device = decoder.device
         self._sequences: list[_Sequence] = []
+        self._masks = dense is not dense_cuda  # its kernel takes none
         self._waits: dict[int, Callable[[int], None]] = {}
         local: list[int] = []
         readers: dict[tuple[int, int, int, float], list[tuple[Run, int, list[int]]]] = {}
@@ -168,7 +183,10 @@ class TorchPlan(Plan):
             self._sequences.append(_Sequence(first, len(local), private, span))
             # What a sequence held before this pass lies before all its rows: a run like any other.
             own = [Run(kv, start, stop, private.base, 0) for kv, start, stop in private.pieces()]
-            for run in (*own, *(r for r in item.runs if span is None or r.bias)):
+            shared: Sequence[Run] = item.runs
+            if item.whole is not None and self._masks and span is None:
+                shared = item.whole
+            for run in (*own, *(r for r in shared if span is None or r.bias)):
                 begin = bisect_left(item.positions, run.after)
                 if begin < len(item.positions):
                     distances = [p - run.offset for p in item.positions[begin:]]
@@ -193,7 +211,8 @@ class TorchPlan(Plan):
                 distances.extend(turns)
             # Slot 0 of the merge is what the rows have gathered so far; each group adds one.
             readers = tuple((begin, begin + len(turns)) for _, begin, turns in group)
-            made.append(_Group(run.kv, run.start, run.stop, first, len(rows), run.bias, readers))
+            mask = _mask([(r.hidden, len(turns)) for r, _, turns in group], run.stop - run.start, self._decoder)
+            made.append(_Group(run.kv, run.start, run.stop, first, len(rows), run.bias, readers, mask))
             slots.extend([index + 1] * (len(rows) - first))
         flat = [s * self._rows + r for s, r in zip(slots, rows, strict=True)]
 
@@ -264,7 +283,7 @@ class TorchPlan(Plan):
         """Causal attention of a sequence's new rows to each other."""
         grouped = (q.shape[0], q.shape[2], q.shape[1], keys.shape[-1])
         keys, values = (x.to(q.dtype)[:, None].expand(grouped) for x in (keys, values))
-        out, lse = self._dense(q.transpose(1, 2), keys, values, scaling, True)
+        out, lse = self._dense(q.transpose(1, 2), keys, values, scaling, True, None)
         return out.permute(1, 2, 0, 3).to(self._wide), lse.permute(1, 2, 0).to(self._wide)
 
     def _see_themselves(
@@ -278,10 +297,12 @@ class TorchPlan(Plan):
         own = values[:, :, None].expand(-1, -1, q.shape[2], -1).permute(1, 2, 0, 3)
         total.index_copy_(0, self._alone, own.to(self._wide))
 
-    def _folded(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    def _folded(
+        self, q: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Unmasked attention with grouped heads as rows: ``(rows, group, kv_heads, dim)`` and its log-sum-exp."""
         rows, group = q.shape[1:3]
-        out, lse = self._dense(q.flatten(1, 2)[None], keys[None], values[None], scaling, False)
+        out, lse = self._dense(q.flatten(1, 2)[None], keys[None], values[None], scaling, False, mask)
         return out[0].unflatten(0, (rows, group)), lse[0].unflatten(0, (rows, group))
 
     def _read_span(self, total: Tensor, lse: Tensor, q: Tensor, span: Span, layer: int, scaling: float) -> None:
@@ -303,7 +324,7 @@ class TorchPlan(Plan):
         for g in block.groups:
             # One indexing call each: unpacking kv[layer] costs as much as a small product.
             keys, values = g.kv[layer, 0, :, g.start : g.stop], g.kv[layer, 1, :, g.start : g.stop]
-            out, weight = self._folded(q[:, g.first : g.last], keys, values, scaling)
+            out, weight = self._folded(q[:, g.first : g.last], keys, values, scaling, g.mask)
             outs.append(out)
             # A bias on every score of a piece is a bias on its log-sum-exp, exactly.
             weights.append(weight + g.bias if g.bias else weight)
@@ -328,6 +349,20 @@ class TorchPlan(Plan):
         """Count the rows' keys as part of their sequences."""
         for seq in self._sequences:
             seq.private.length += seq.last - seq.first
+
+
+def _mask(readers: list[tuple[Tensor | None, int]], keys: int, decoder: Decoder) -> Tensor | None:
+    """What rows do not read of a run: ``(rows * group, keys)`` to be added to the scores, or None."""
+    if all(hidden is None for hidden, _ in readers):
+        return None
+    group = decoder.spec.num_heads // decoder.spec.num_kv_heads
+    parts = []
+    for hidden, rows in readers:
+        part = torch.zeros(keys, dtype=decoder.dtype, device=decoder.device)
+        if hidden is not None:
+            part.masked_fill_(hidden, -torch.inf)
+        parts.append(part.expand(rows * group, keys))
+    return torch.cat(parts)
 
 
 def _split(

@@ -11,15 +11,16 @@ segments with two offsets. Positions are consecutive over the whole prompt::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from epic_engine.attention.base import Run
 
-__all__ = ["Body", "Damp", "Layout", "LinkPlan", "Segment", "runs_between"]
+__all__ = ["Body", "Damp", "Layout", "LinkPlan", "Segment", "runs_between", "whole_runs"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +139,30 @@ def _runs(segment: Segment, body: Body, slots: Sequence[int], damp: Damp | None)
         for low, high in pairwise(edges if damp else [a, b]):
             bias = -damp.amount if damp and high <= until and segment.start + low > 0 else 0.0
             yield Run(body.kv, low, high, offset, segment.start + high, bias, body.wait)
+
+
+def whole_runs(runs: Sequence[Run]) -> list[Run]:
+    """Runs of one body joined to one that hides what lies between them; for rows behind all of them.
+
+    Sequences that computed different tokens of a chunk anew then still read it together, and none reads it in dozens
+    of pieces.
+    """
+    bodies: dict[tuple[int, int, float], list[Run]] = {}
+    for run in runs:
+        bodies.setdefault((run.kv.data_ptr(), run.offset, run.bias), []).append(run)
+    found = []
+    for pieces in bodies.values():
+        first = pieces[0]
+        if len(pieces) == 1:
+            found.append(first)
+            continue
+        slots = first.kv.shape[3]
+        hidden = torch.ones(slots, dtype=torch.bool, device=first.kv.device)
+        for piece in pieces:
+            hidden[piece.start : piece.stop] = False
+        last = max(piece.after for piece in pieces)
+        found.append(replace(first, start=0, stop=slots, after=last, hidden=hidden))
+    return found
 
 
 class LinkPlan:

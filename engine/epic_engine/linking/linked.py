@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from epic_engine.attention.base import SequenceRows
+from epic_engine.attention.base import Run, SequenceRows
 from epic_engine.errors import ConfigError
 from epic_engine.memory.paged_kv import PagedKV
 from epic_engine.memory.residency import Lease
 from epic_engine.request import RequestStats
 
-from .layout import Layout, LinkPlan
+from .layout import Layout, LinkPlan, whole_runs
 from .policies import Choice
 
 __all__ = ["LinkedPrompt"]
@@ -66,6 +66,7 @@ class LinkedPrompt:
         self.load_seconds = 0.0
         self.link_seconds = 0.0
         self._leases = tuple(leases)
+        self._whole: list[Run] | None = None
         self._own = private.length + len(plan.rows)
         self._settled = settled
         self._probed = probed
@@ -85,7 +86,11 @@ class LinkedPrompt:
         """
         if self.closed:
             raise ConfigError("this linked prompt was closed: link it again.")
-        return SequenceRows(positions, self.private, self.runs)
+        if positions[0] < len(self.layout):
+            return SequenceRows(positions, self.private, self.runs)
+        if self._whole is None:
+            self._whole = whole_runs(self.runs)
+        return SequenceRows(positions, self.private, self.runs, self._whole)
 
     def __len__(self) -> int:
         return len(self.layout) + len(self.appended_ids)
@@ -121,7 +126,7 @@ class LinkedPrompt:
             self.private.release()
         # The object may live on in a traceback or a variable; what it held must not.
         self.private = None  # type: ignore[assignment]
-        self.runs, self._leases, self.logits = [], (), torch.empty(0)
+        self.runs, self._whole, self._leases, self.logits = [], None, (), torch.empty(0)
 
     def count(self, stats: RequestStats) -> None:
         """Enter this prompt's counts and times."""
