@@ -31,6 +31,8 @@ Result = TypeVar("Result")
 
 # Threads that lay prompts out; each mostly waits for a first pass that the loop runs.
 _PREPARERS = 8
+# What a long pass has of the time that short links take meanwhile.
+_LONG_SHARE = 0.25
 # While everybody waits: for memory, for a prompt to be laid out, for a deadline.
 _POLL_SECONDS = 0.01
 
@@ -340,10 +342,10 @@ class StepLoop:
         try:
             self._keep_house()
             scheduler = self._scheduler
-            call = self._next_call(within=scheduler.step_seconds)
+            call = self._next_call(within=scheduler.short_seconds)
             waited = now - self._served_at
-            # Many short ones must not starve the long one either: they have half of the time.
-            urgent = call is not None or (scheduler.short_ready and waited >= self._served_seconds)
+            # Many short ones must not starve the long one either: it has a part of the time, whatever comes.
+            urgent = call is not None or (scheduler.short_ready and waited >= self._served_seconds * _LONG_SHARE)
             if call is not None:
                 call.run()
             if urgent or (scheduler.running and waited >= max(self._stall_seconds, self._served_seconds)):

@@ -18,6 +18,9 @@ from .jobs import LinkJob
 
 __all__ = ["Part", "Pass", "Scheduler"]
 
+# A link is short beside one that takes eight times as long.
+_SHORT_SHARE = 1 / 8
+
 
 @dataclass(frozen=True)
 class Part:
@@ -89,6 +92,8 @@ class Scheduler:
 
     Attributes
     ----------
+    short_seconds
+        What counts as short now: ``step_seconds``, or more beside a link that takes much longer.
     waiting, linking, running
         Jobs without memory; jobs that are laid out or computed; generations, with the job that each came from.
     """
@@ -110,6 +115,7 @@ class Scheduler:
         self._metrics = metrics
         self.cost = cost
         self.step_seconds = step_seconds
+        self.short_seconds = step_seconds
         self._linker = linker
         self._background_seconds = background_seconds
         self._rows_per_step = rows_per_step
@@ -237,24 +243,29 @@ class Scheduler:
         return any(self._short(self._rest(job)) for job in self._ready())
 
     def background(self) -> Pass:
-        """The next pass of long links."""
+        """The next pass of long links: some that it completes, or a piece of one."""
         found = Pass()
-        for job in self._ready():
-            part = self._rest(job)
-            if job.computed == 0 and self._short(part):
-                continue
+        ready = [self._rest(job) for job in self._ready()]
+        longest = max((self.cost.seconds(len(p.ids), p.pairs) for p in ready), default=0.0)
+        self.short_seconds = max(self.step_seconds, longest * _SHORT_SHARE)
+        for part in ready:
+            assert part.job is not None
+            if part.job.computed == 0 and self._short(part):
+                continue  # it is served between the layers of the others
             left = self._background_seconds - self.cost.seconds(found.rows, found.pairs)
             rows = min(self.cost.rows_within(left, part.positions[-1] + 1), self._rows_per_step - found.rows)
-            if rows < 1 or (found.parts and left <= 0):
+            if found.parts and (left <= 0 or rows < len(part.ids)):
                 break
-            found.add(Part(part.linked, part.ids[:rows], part.positions[:rows], job=job))
+            found.add(Part(part.linked, part.ids[:rows], part.positions[:rows], job=part.job))
+        if not found.parts:
+            self.short_seconds = self.step_seconds
         return found
 
     def _short(self, part: Part) -> bool:
         return self._fits(len(part.ids), part.pairs)
 
     def _fits(self, rows: int, pairs: int) -> bool:
-        return rows <= self._rows_per_step and self.cost.seconds(rows, pairs) <= self.step_seconds
+        return rows <= self._rows_per_step and self.cost.seconds(rows, pairs) <= self.short_seconds
 
     def _rest(self, job: LinkJob) -> Part:
         assert job.linked is not None
