@@ -24,6 +24,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from .best_of import best_of
     from .chunks import ChunkKey, CompiledChunk
     from .config import EngineConfig, SamplingParams
     from .constraint import TokenConstraint
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
     from .linking.policies import LinkPolicy, parse_policies, parse_policy, policy_names
     from .memory.file_store import FileStore
     from .memory.store import ChunkInfo, ChunkStore, MemoryStore, VerifyReport
+    from .metrics import Metrics
     from .request import Completion, RequestStats, StageTimes, StreamEvent
+    from .request_options import RequestOptions
     from .sampler import TokenLogprob
     from .stream import Stream
 
@@ -58,8 +61,10 @@ __all__ = [
     "LinkPolicy",
     "LinkedPrompt",
     "MemoryStore",
+    "Metrics",
     "ModelLoadError",
     "OutOfPagesError",
+    "RequestOptions",
     "RequestStats",
     "SamplingParams",
     "SelfTestError",
@@ -74,6 +79,7 @@ __all__ = [
     "UnsupportedModelError",
     "VerifyReport",
     "__version__",
+    "best_of",
     "parse_policies",
     "parse_policy",
     "policy_names",
@@ -104,6 +110,9 @@ _HOMES = {
     "RequestStats": ".request",
     "StageTimes": ".request",
     "StreamEvent": ".request",
+    "RequestOptions": ".request_options",
+    "best_of": ".best_of",
+    "Metrics": ".metrics",
 }
 
 

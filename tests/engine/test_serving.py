@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from epic_engine import ConfigError, Engine, EngineClosedError, OutOfPagesError, SamplingParams
+from epic_engine.best_of import best_of
 from epic_engine.memory.store import MemoryStore
 from torch import Tensor
 
@@ -448,3 +449,15 @@ def test_chunks_with_different_holes_are_read_together(engine: Engine, monkeypat
     # The longest chunk tells, no private KV is as long. Four first passes read it whole, and seven passes of next
     # tokens, which would be 28 if each request read it by itself.
     assert 0 < read.count(max(map(len, CHUNKS))) <= engine.spec.num_layers * (4 + 4 + 7)
+
+
+def test_the_best_of_several_is_the_likeliest(engine: Engine) -> None:
+    key = engine.compile(CHUNKS[0])
+    prompt = [key, QUESTION]
+    done = best_of(engine, prompt, SamplingParams(6, temperature=1.5, seed=3, ignore_eos=True), 5, policy="naive")
+    likelihood = []
+    for answer in done:
+        scores = torch.log_softmax(engine.score(prompt, answer.token_ids, policy="naive").double(), -1)
+        likelihood.append(float(scores[range(6), list(answer.token_ids)].mean()))
+    assert likelihood == sorted(likelihood, reverse=True)
+    assert len({answer.token_ids for answer in done}) == 5
