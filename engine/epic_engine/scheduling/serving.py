@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from epic_engine.attention.base import AttentionBackend
+from epic_engine.attention.base import AttentionBackend, PrivateKV, SequenceRows
 from epic_engine.compiler import Compiler
 from epic_engine.config import EngineConfig
 from epic_engine.contexts import CompileContext
@@ -91,9 +91,9 @@ class Serving:
         self.loop.serve(self.scheduler, linker)
         self._orders = itertools.count()
         self._register_gauges()
-        for rows in _FIRST_ROWS:
-            ids = [i % spec.vocab_size for i in range(min(rows, decoder.max_model_len))]
-            compiler.compile([ids], CompileContext("isolated"), self.loop.learn)
+        for rows in (min(n, decoder.max_model_len) for n in _FIRST_ROWS):
+            batch = [SequenceRows(range(rows), PrivateKV(spec, rows, device), [])]
+            self.loop.learn([i % spec.vocab_size for i in range(rows)], batch)
 
     def _register_gauges(self) -> None:
         scheduler, pool = self.scheduler, self.pool
