@@ -88,7 +88,7 @@ def dense_cuda(
 class _Group:
     """All pairs of one block that read the same run: pairs ``[first, last)``.
 
-    ``readers`` are the rows ``[begin, end)`` of each sequence among them, in the order of the pairs.
+    ``readers`` are their rows, as ranges ``[begin, end)`` in the order of the pairs.
     """
 
     kv: Tensor
@@ -97,7 +97,7 @@ class _Group:
     first: int
     last: int
     bias: float
-    readers: tuple[tuple[int, int], ...]
+    readers: Sequence[tuple[int, int]]
     mask: Tensor | None
 
 
@@ -210,7 +210,7 @@ class TorchPlan(Plan):
                 rows.extend(range(begin, begin + len(turns)))
                 distances.extend(turns)
             # Slot 0 of the merge is what the rows have gathered so far; each group adds one.
-            readers = tuple((begin, begin + len(turns)) for _, begin, turns in group)
+            readers = _joined([(begin, begin + len(turns)) for _, begin, turns in group])
             mask = _mask([(r.hidden, len(turns)) for r, _, turns in group], run.stop - run.start, self._decoder)
             made.append(_Group(run.kv, run.start, run.stop, first, len(rows), run.bias, readers, mask))
             slots.extend([index + 1] * (len(rows) - first))
@@ -349,6 +349,17 @@ class TorchPlan(Plan):
         """Count the rows' keys as part of their sequences."""
         for seq in self._sequences:
             seq.private.length += seq.last - seq.first
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges with those made one that follow each other."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in ranges:
+        if joined and joined[-1][1] == begin:
+            joined[-1] = joined[-1][0], end
+        else:
+            joined.append((begin, end))
+    return joined
 
 
 def _mask(readers: list[tuple[Tensor | None, int]], keys: int, decoder: Decoder) -> Tensor | None:

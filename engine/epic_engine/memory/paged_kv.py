@@ -26,7 +26,7 @@ from .pages import PagePool, Slab
 __all__ = ["PagedKV"]
 
 _SPARE_SHARE = 4
-_MOST_SPARE = 16
+_MOST_SPARE = 8
 
 
 @dataclass(slots=True)
