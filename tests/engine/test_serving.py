@@ -461,3 +461,15 @@ def test_the_best_of_several_is_the_likeliest(engine: Engine) -> None:
         likelihood.append(float(scores[range(6), list(answer.token_ids)].mean()))
     assert likelihood == sorted(likelihood, reverse=True)
     assert len({answer.token_ids for answer in done}) == 5
+
+
+def test_a_broken_loop_ends_its_requests_and_goes_on(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = engine.stream([QUESTION], FOREVER)
+    next(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._serving.scheduler, "background", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            list(stream)
+    engine.drain()
+    assert private_pages(engine) == 0
+    assert len(engine.generate([QUESTION], SHORT).token_ids) == 8

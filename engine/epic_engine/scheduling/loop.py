@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import threading
 import time
 import weakref
@@ -26,6 +27,8 @@ from .jobs import LinkJob
 from .scheduler import Part, Pass, Scheduler
 
 __all__ = ["StepLoop"]
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -246,7 +249,12 @@ class StepLoop:
 
     def _main(self) -> None:
         while True:
-            worked = self._turn()
+            try:
+                worked = self._turn()
+            except Exception as error:
+                logger.exception("the step loop failed; its requests end, it goes on")
+                self._fail_all(error)
+                worked = True
             with self._changed:
                 if self._closing:
                     break
@@ -264,6 +272,14 @@ class StepLoop:
         error = EngineClosedError("this engine was closed while the request ran: make a new one.")
         while self._inbox:
             self._inbox.popleft()()
+        self._fail_all(error)
+        with self._changed:
+            while self._calls:
+                self._calls.popleft().future.set_exception(error)
+            self._idle = True
+            self._changed.notify_all()
+
+    def _fail_all(self, error: BaseException) -> None:
         for job in [*self._scheduler.waiting, *self._scheduler.linking]:
             self._scheduler.failed(job, error)
         for generation in self._scheduler.running:
@@ -271,11 +287,6 @@ class StepLoop:
             generation.release()
         for queue in (self._scheduler.waiting, self._scheduler.linking, self._scheduler.running):
             queue.clear()
-        with self._changed:
-            while self._calls:
-                self._calls.popleft().future.set_exception(error)
-            self._idle = True
-            self._changed.notify_all()
 
     def _turn(self) -> bool:
         """One pass or call; whether there was one."""
