@@ -222,13 +222,12 @@ class Scheduler:
     def foreground(self) -> Pass:
         """The next pass that others need not wait for: one token of every generation, and links that are short."""
         found = Pass()
-        for generation in list(self.running):
-            if generation in self.running and not generation.in_pass and self._grow(generation):
+        grown = [g for g in list(self.running) if g in self.running and not g.in_pass and self._grow(g)]
+        for generation in grown:
+            if generation in self.running:  # growing a later one may have taken its memory
                 assert generation.linked is not None
                 place = len(generation.linked)
                 found.add(Part(generation.linked, generation.tokens[-1:], [place], generation=generation))
-        # Growing the later ones may have taken pages from an earlier one.
-        found.parts = [p for p in found.parts if p.generation in self.running]
         for job in self._ready():
             part = self._rest(job)
             rows, pairs = found.rows + len(part.ids), found.pairs + part.pairs
