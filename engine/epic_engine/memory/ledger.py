@@ -164,12 +164,7 @@ class Ledger:
     Parameters
     ----------
     total
-        Pages of the budget.
-
-    Attributes
-    ----------
-    peak
-        Most pages that had a holder or were mapped at a time.
+        Pages of the budget; ``peak`` is the most of them that were in use at a time.
     """
 
     def __init__(self, total: int) -> None:
@@ -230,7 +225,7 @@ class Ledger:
     def _hold(self, extent: Extent) -> Extent:
         self._holders[extent.slab][extent.start : extent.stop] = [1] * extent.pages
         self._free_in[extent.slab] -= extent.pages
-        self._mark_peak()
+        self.peak = max(self.peak, self.total - self.free)
         return extent
 
     def take(self, pages: int, *, high: bool = False) -> Extent | None:
@@ -315,11 +310,8 @@ class Ledger:
             if pages > self.headroom:
                 return False
             self._mapped += pages
-            self._mark_peak()
+            self.peak = max(self.peak, self.total - self.free)
             return True
-
-    def _mark_peak(self) -> None:
-        self.peak = max(self.peak, self.total - self.free)
 
     def discharge(self, pages: int) -> None:
         """Take a charge back."""
