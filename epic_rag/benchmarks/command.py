@@ -169,9 +169,10 @@ def bench_serve(
 
     from epic_rag.benchmarks.serve import ServeSettings, bench_serve
     from epic_rag.benchmarks.serve_corpus import compile_corpus
-    from epic_rag.benchmarks.serve_plot import draw_serve, require_matplotlib
+    from epic_rag.benchmarks.serve_plot import draw_serve
     from epic_rag.compiling import parse_context_name
     from epic_rag.evaluation.datasets import load
+    from epic_rag.evaluation.plots import require_matplotlib
     from epic_rag.retrieval import MiniLMEmbedder
     from epic_rag.tokenization import SegmentTokenizer
 
@@ -193,7 +194,7 @@ def bench_serve(
         settings = settings.capped()
     near = parse_context_name(context)[0] == "neighbours"
     if png is not None:
-        require_matplotlib()
+        require_matplotlib("the picture needs", "--png")
     load(dataset, limit=1, seed=seed)
     with _bench_engine(model, device, dtype) as engine, ingest_progress() as progress:
         count = SegmentTokenizer(engine.tokenizer).encode_text

@@ -6,13 +6,12 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from epic_rag.errors import MissingDependencyError
 from epic_rag.evaluation.plots import LIGHT, Theme
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw_serve", "require_matplotlib"]
+__all__ = ["draw_serve"]
 
 # Apart from each other for most kinds of colour vision; full and prefix, the baselines, are grey.
 _COLOURS = ("#3b82e0", "#e07b27", "#2e9e63", "#9a66d8", "#d9485c", "#1fa3a8", "#cf5fa8", "#a08a1e")
@@ -20,22 +19,6 @@ _BASES = {"full": "#5c626b", "prefix": "#a3a9b1"}
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _QUANTILES = ("p50", "p95", "p99")
 _DPI = 144
-
-
-def require_matplotlib() -> None:
-    """Fail before anything is measured where there is nothing to draw with.
-
-    Raises
-    ------
-    MissingDependencyError
-        If matplotlib is not installed; names the command.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise MissingDependencyError(
-            "the picture needs matplotlib: pip install 'epic-rag[eval]', or leave --png out."
-        ) from error
 
 
 def draw_serve(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes | None:

@@ -42,8 +42,13 @@ LIGHT = Theme("#ffffff", "#22262d", "#dfe3e8")
 DARK = Theme("#15181d", "#e4e7eb", "#343a43")
 
 
-def require_matplotlib() -> None:
+def require_matplotlib(need: str = "the report's pictures need", option: str = "--html") -> None:
     """Fail early, before hours of measuring, where there is nothing to draw with.
+
+    Parameters
+    ----------
+    need, option
+        What cannot be drawn, and the option that asked for it; for the message.
 
     Raises
     ------
@@ -54,7 +59,7 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise MissingDependencyError(
-            "the report's pictures need matplotlib: pip install 'epic-rag[eval]', or leave --html out."
+            f"{need} matplotlib: pip install 'epic-rag[eval]', or leave {option} out."
         ) from error
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,6 @@ from epic_engine.errors import StoreError
 from epic_engine.memory import maps
 from epic_engine.memory.loader import Job, Loader
 from epic_engine.memory.paged_kv import PagedKV
-from epic_engine.memory.pages import PagePool
-from epic_engine.memory.residency import Residency
 from torch import Tensor
 
 from .kv_memory import DIM, HEADS, LAYERS, PAGE, TIMEOUT, chunk, keys_in_memory, make_pool, settled, store_of
@@ -65,19 +63,6 @@ class GatedStore(MemoryStore):
         assert self.may_load.wait(TIMEOUT)
         super().load(key)
         return self.gates[key]  # type: ignore[return-value]
-
-
-@pytest.fixture
-def opened() -> Iterator[Callable[..., Residency]]:
-    made: list[Residency] = []
-
-    def open_one(pool: PagePool, store: Any, **options: Any) -> Residency:
-        made.append(Residency(pool, store, **options))
-        return made[-1]
-
-    yield open_one
-    for residency in made:
-        residency.close()
 
 
 def test_the_first_layer_can_be_read_while_others_are_loaded(opened: Any) -> None:

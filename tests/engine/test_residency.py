@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +12,12 @@ import torch
 from epic_engine import ChunkKey, ChunkNotFoundError, ConfigError, FileStore, MemoryStore
 from epic_engine.errors import OutOfPagesError, StoreError
 from epic_engine.memory.paged_kv import PagedKV
-from epic_engine.memory.pages import PagePool
 from epic_engine.memory.residency import Residency
 from torch import Tensor
 
 from .kv_memory import PAGE, chunk, keys_in_memory, make_pool, settled, store_of
 
 PLACEMENTS = ["map", "pool"]
-
-
-@pytest.fixture
-def opened() -> Iterator[Callable[..., Residency]]:
-    made: list[Residency] = []
-
-    def open_one(pool: PagePool, store: Any, **options: Any) -> Residency:
-        made.append(Residency(pool, store, **options))
-        return made[-1]
-
-    yield open_one
-    for residency in made:
-        residency.close()
 
 
 # -- leases ----------------------------------------------------------------------------------------------------
