@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # before anything imports Triton, whose interpreter then runs its kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 _CACHE = Path(__file__).parents[1] / ".pytest_cache" / "epic-rag"
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .attention.base import SequenceRows
-from .attention.torch_backend import TorchBackend
+from .attention.select import BACKENDS, make_backend
 from .chunk_library import ChunkLibrary
 from .chunks import ChunkKey
 from .config import EngineConfig, SamplingParams
@@ -93,12 +93,12 @@ class Engine(ChunkLibrary):
         except TypeError as error:
             known = ", ".join(sorted(EngineConfig.__dataclass_fields__))
             raise ConfigError(f"{error}. Known options: tokenizer, store, head, attention, {known}.") from None
-        if attention not in ("auto", "torch"):
-            raise ConfigError(f"attention={attention!r} is not available: use 'auto' or 'torch'.")
+        if attention not in BACKENDS:  # before weights are loaded
+            raise ConfigError(f"attention={attention!r} is not available: use {', '.join(map(repr, BACKENDS))}.")
         self.policy = parse_policy(self.config.policy)
         loaded, found, _ = load_model(model, tokenizer=tokenizer, device=self.config.device, dtype=self.config.dtype)
         decoder = Decoder(loaded, found, self.config.max_model_len)
-        backend = TorchBackend(decoder)
+        backend = make_backend(attention, decoder, self.config.page_size)
         self.tokenizer = found
         self.selftest: SelfTestReport | None = gate(decoder, backend) if self.config.selftest else None
         self._own_store = not isinstance(store, ChunkStore)

@@ -92,6 +92,7 @@ def test_keys_come_in_order_and_duplicates_are_compiled_once() -> None:
         assert engine.compile_many([]) == []
 
 
+@pytest.mark.backends
 def test_batching_does_not_change_the_kv() -> None:
     forms = []
     for rows in (1, 16, 2048):
@@ -134,6 +135,7 @@ def test_a_store_that_was_passed_in_stays_open(tmp_path: Path) -> None:
     assert store.info(key) is not None
 
 
+@pytest.mark.backends
 def test_a_context_is_seen_while_compiling_and_named_in_the_entry() -> None:
     with make(head=HEAD) as engine:
         for name, ids in (("isolated", ()), ("sink:3", (1, 1, 1)), ("head", HEAD)):
@@ -395,6 +397,7 @@ def test_a_loaded_model_stays_untouched() -> None:
     assert all(ours[name] is theirs[name] for name in theirs)  # the weights are not copied
 
 
+@pytest.mark.backends
 def test_prompts_extended_together_predict_what_they_predict_alone() -> None:
     """Ragged continuations in passes too small for them, against the untouched model on the joined ids."""
     model = tiny("llama")

@@ -166,6 +166,7 @@ def test_one_of_several_answers_may_leave(engine: Engine) -> None:
     assert [e.token_id for e in streams[1]] == list(want[1:])
 
 
+@pytest.mark.backends
 def test_a_conversation_reuses_its_own_kv(engine: Engine) -> None:
     """Turn by turn, against the untouched model on all that was said."""
     model = untouched(tiny("llama"))
@@ -196,6 +197,7 @@ def test_a_conversation_reuses_its_own_kv(engine: Engine) -> None:
         engine.stream([QUESTION], SHORT, after=linked)
 
 
+@pytest.mark.backends
 def test_a_conversation_may_take_two_ways(engine: Engine) -> None:
     key, other = engine.compile_many(CHUNKS[:2])
     base = engine.link([key, QUESTION], policy="naive")
@@ -422,6 +424,7 @@ def test_a_long_link_lets_others_in_between(monkeypatch: pytest.MonkeyPatch) -> 
         assert tokens == want.token_ids[: len(tokens)]
 
 
+@pytest.mark.backends
 def test_logits_of_chosen_rows_are_those_rows(engine: Engine) -> None:
     plan = engine.backend.plan([engine.link([QUESTION], policy="full", room=4).rows(range(6, 10))])
     logits = engine.decoder.logits([5, 6, 7, 8], range(6, 10), plan, [0, 2])
@@ -451,6 +454,7 @@ def test_chunks_with_different_holes_are_read_together(engine: Engine, monkeypat
     assert 0 < read.count(max(map(len, CHUNKS))) <= engine.spec.num_layers * (4 + 4 + 7)
 
 
+@pytest.mark.backends
 def test_the_best_of_several_is_the_likeliest(engine: Engine) -> None:
     key = engine.compile(CHUNKS[0])
     prompt = [key, QUESTION]

@@ -44,6 +44,7 @@ def _greedy(count: int) -> list[int]:
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
 
 
+@pytest.mark.backends
 @pytest.mark.parametrize("params", [LONG, SamplingParams(max_tokens=20, temperature=1.5, seed=3, ignore_eos=True)])
 def test_a_stream_gives_what_generate_gives(engine: Engine, params: SamplingParams) -> None:
     key = engine.compile(CHUNK)

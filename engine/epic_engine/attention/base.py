@@ -87,11 +87,22 @@ class SequenceKV(ABC):
         """Tokens that fit, those held included."""
 
     @abstractmethod
-    def pieces(self) -> list[tuple[Tensor, int, int]]:
-        """Memory of the tokens held, in order: ``(kv, start, stop)`` with kv shaped as in :class:`Run`.
+    def memory(self) -> list[tuple[Tensor, int, int]]:
+        """Memory of the tokens that fit, in order: ``(kv, start, stop)`` with kv shaped as in :class:`Run`.
 
         Sequences that share memory name the same pieces of it.
         """
+
+    def pieces(self, tokens: int | None = None) -> list[tuple[Tensor, int, int]]:
+        """As :meth:`memory`, of the first tokens; None: of those held."""
+        found = []
+        left = self.length if tokens is None else tokens
+        for kv, start, stop in self.memory():
+            if left <= 0:
+                break
+            found.append((kv, start, min(stop, start + left)))
+            left -= stop - start
+        return found
 
     @abstractmethod
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -133,9 +144,9 @@ class PrivateKV(SequenceKV):
         """Tokens that fit."""
         return self.kv.shape[3]
 
-    def pieces(self) -> list[tuple[Tensor, int, int]]:
-        """All that is held, in one piece."""
-        return [(self.kv, 0, self.length)] if self.length else []
+    def memory(self) -> list[tuple[Tensor, int, int]]:
+        """One piece."""
+        return [(self.kv, 0, self.capacity)]
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Keep the rows that follow the tokens held."""

@@ -79,16 +79,9 @@ class PagedKV(SequenceKV):
         """Pages held, shared ones included."""
         return sum(part.extent.pages for part in self._parts)
 
-    def pieces(self) -> list[tuple[Tensor, int, int]]:
-        """Memory of the tokens held, in order: ``(slab, start, stop)``; equal for sequences that share it."""
-        found = []
-        left = self.length
-        for part in self._parts:
-            if left <= 0:
-                break
-            found.append((part.slab.kv, part.start, part.start + min(left, part.room)))
-            left -= part.room
-        return found
+    def memory(self) -> list[tuple[Tensor, int, int]]:
+        """Memory of the tokens that fit, in order: ``(slab, start, stop)``; equal for sequences that share it."""
+        return [(part.slab.kv, part.start, part.start + part.room) for part in self._parts]
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Keep the rows that follow the tokens held; ``length`` stays.

@@ -23,6 +23,7 @@ from epic_engine.linking.linker import Linker
 from epic_engine.metrics import Metrics
 from epic_engine.model.decoder import AttentionStep, Decoder
 
+from .decode_graphs import DecodeGraphs
 from .jobs import LinkJob
 from .scheduler import Part, Pass, Scheduler
 
@@ -96,15 +97,23 @@ class StepLoop:
         Where passes are counted.
     stall_seconds
         Longest pause of running generations during a long pass.
+    graphs
+        Captured decoding steps; None: there are none.
     """
 
     def __init__(
-        self, decoder: Decoder, backend: AttentionBackend, metrics: Metrics, stall_seconds: float = 1.0
+        self,
+        decoder: Decoder,
+        backend: AttentionBackend,
+        metrics: Metrics,
+        stall_seconds: float = 1.0,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._decoder = decoder
         self._backend = backend
         self._metrics = metrics
         self._stall_seconds = stall_seconds
+        self._graphs = graphs
         self._changed = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
         self._calls: deque[_Call] = deque()
@@ -406,8 +415,13 @@ class StepLoop:
 
     def _forward(self, work: Pass) -> Iterator[Tensor]:
         """Logits ``(vocab,)`` of each part that wants them."""
-        plan = self._backend.plan([part.linked.rows(part.positions) for part in work.parts])
+        batch = [part.linked.rows(part.positions) for part in work.parts]
         ids = [token for part in work.parts for token in part.ids]
+        if self._graphs is not None and work.decodes:
+            captured = self._graphs.run(ids, batch)
+            if captured is not None:
+                return iter(captured)
+        plan = self._backend.plan(batch)
         positions = [place for part in work.parts for place in part.positions]
         step = self._polite(plan, self._scheduler.cost.seconds(work.rows, work.pairs))
         ends = accumulate(len(part.ids) for part in work.parts)

@@ -58,6 +58,11 @@ class Pass:
     rows: int = 0
     pairs: int = 0
 
+    @property
+    def decodes(self) -> bool:
+        """Whether all of it is the next token of running generations."""
+        return all(part.generation is not None for part in self.parts)
+
     def add(self, part: Part) -> None:
         """Take a part along."""
         self.parts.append(part)

@@ -23,6 +23,7 @@ from epic_engine.metrics import Metrics
 from epic_engine.model.decoder import Decoder
 
 from .cost import PassCost
+from .decode_graphs import decode_graphs
 from .jobs import LinkJob
 from .loop import StepLoop
 from .scheduler import Scheduler
@@ -69,7 +70,8 @@ class Serving:
         self.metrics = Metrics()
         self.pool = PagePool(spec, budget, device, page_size=config.page_size)
         self.prefixes = PrefixCache(config.prefix_cache_bytes)
-        self.loop = StepLoop(decoder, backend, self.metrics, config.stall_seconds)
+        graphs = decode_graphs(decoder, backend, config.max_running) if config.cuda_graphs else None
+        self.loop = StepLoop(decoder, backend, self.metrics, config.stall_seconds, graphs)
         cost = PassCost(spec, sum(p.numel() for p in decoder.reference.parameters()))
         self.residency = Residency(
             self.pool,

@@ -1,0 +1,1 @@
+"""Triton kernels, each beside the function that launches it; importing them needs Triton."""
