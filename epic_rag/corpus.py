@@ -23,7 +23,7 @@ __all__ = ["CorpusCompiler", "frozen_head"]
 logger = logging.getLogger(__name__)
 
 # The second pass over a chunk reads its neighbours besides, so it takes somewhat longer than the first.
-_SECOND_PASS = 1.2
+_SECOND_PASS = 1.5
 
 
 class CorpusCompiler:
