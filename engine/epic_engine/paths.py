@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from platformdirs import user_cache_path
-
 __all__ = ["cache_dir"]
 
 
 def cache_dir() -> Path:
     """The cache folder: ``$EPIC_RAG_CACHE``, or the user's cache folder. Not made here; safe to delete."""
     chosen = os.environ.get("EPIC_RAG_CACHE")
-    return Path(chosen).expanduser() if chosen else user_cache_path("epic-rag")
+    if chosen:
+        return Path(chosen).expanduser()
+    try:
+        from platformdirs import user_cache_path
+    except ImportError:  # the engine works with torch and transformers alone
+        return Path.home() / ".cache" / "epic-rag"
+    return user_cache_path("epic-rag")

@@ -54,6 +54,13 @@ class Sampler:
     ) -> None:
         self._params = params
         self._constraint = constraint
+        self._greedy = (
+            params.temperature == 0
+            and params.repetition_penalty == 1.0
+            and params.logprobs is None
+            and not params.logit_bias
+            and constraint is None
+        )
         self._seen = torch.tensor(sorted(set(prompt_ids)), dtype=torch.int64)
         self._generator = torch.Generator()
         if params.seed is None:
@@ -61,13 +68,15 @@ class Sampler:
         else:
             self._generator.manual_seed(params.seed)
 
-    def draw(self, logits: Tensor) -> TokenLogprob:
+    def draw(self, logits: Tensor, best: int | None = None) -> TokenLogprob:
         """Pick the next token.
 
         Parameters
         ----------
         logits
             ``(vocab,)``.
+        best
+            The most likely token, if that is known: where it is all that is wanted, the logits stay where they are.
 
         Raises
         ------
@@ -75,6 +84,8 @@ class Sampler:
             If constraint and biases together leave no token.
         """
         params = self._params
+        if best is not None and self._greedy:
+            return TokenLogprob(best, float("nan"))
         raw = logits.detach().float().cpu()
         scores = raw.clone()
         if params.repetition_penalty != 1.0 and self._seen.numel():
@@ -95,8 +106,8 @@ class Sampler:
         if params.logprobs is None:
             return TokenLogprob(token, float("nan"))
         logprobs = torch.log_softmax(raw, dim=-1)
-        best = torch.topk(logprobs, min(params.logprobs, logprobs.numel()))
-        top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        likely = torch.topk(logprobs, min(params.logprobs, logprobs.numel()))
+        top = tuple(zip(likely.indices.tolist(), likely.values.tolist(), strict=True))
         return TokenLogprob(token, float(logprobs[token]), top)
 
     def _sample(self, scores: Tensor) -> int:

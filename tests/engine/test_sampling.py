@@ -316,3 +316,18 @@ def test_after_a_stop_nothing_more_comes() -> None:
     for token in _tokens("byte-level", "Hello world"):
         text.push(token)
     assert (text.text, text.stopped, text.push(40), text.finish()) == ("Hel", True, "", "")
+
+
+def test_a_known_best_token_is_taken_where_it_is_all_that_is_wanted() -> None:
+    """Logits that are still on a GPU are then not fetched."""
+    logits = torch.tensor([0.0, 3.0, 1.0])
+    assert Sampler(SamplingParams(), ()).draw(logits, best=1).token_id == 1
+    assert Sampler(SamplingParams(), ()).draw(torch.empty(0, device="meta"), best=7).token_id == 7
+    for params in (
+        SamplingParams(logit_bias={2: 9.0}),
+        SamplingParams(repetition_penalty=9.0),
+        SamplingParams(logprobs=0),
+        SamplingParams(temperature=1e-3),
+    ):
+        drawn = Sampler(params, (1,)).draw(logits, best=0)
+        assert drawn.token_id in (1, 2)

@@ -179,11 +179,14 @@ class StreamedResident(PooledResident):
             torch.cuda.current_stream(self._kv.device).wait_event(self._events[layer])
 
     def fill(self, layer: int, host: Tensor) -> None:
-        """Enqueue the copy of a layer by way of page-locked memory."""
+        """Enqueue the copy of a layer, from host memory by way of page-locked memory."""
         with torch.cuda.stream(self._stream):
             if not layer:
                 self._stream.wait_event(self._pages_free)
-            self._kv[layer].copy_(host[layer].pin_memory(), non_blocking=True)
+            source = host[layer]
+            if source.device.type == "cpu":
+                source = source.pin_memory()
+            self._kv[layer].copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._stream)
         self._events.append(event)

@@ -110,19 +110,21 @@ class Generation:
             if self._constraint is not None and self._constraint.finished:  # it allows the empty text alone
                 self.end("stop")
 
-    def accept(self, logits: Tensor) -> None:
+    def accept(self, logits: Tensor, best: int | None = None) -> None:
         """Draw the next token and hand it to the reader.
 
         Parameters
         ----------
         logits
             ``(vocab,)``, what follows the tokens so far.
+        best
+            The most likely token, if that is known.
         """
         with self._lock:
             if self._ended:
                 return
             assert self._sampler is not None
-            drawn = self._sampler.draw(logits)
+            drawn = self._sampler.draw(logits, best)
             times = self._stats.times
             times.total = time.perf_counter() - self._begin
             times.first_token = times.first_token or times.total

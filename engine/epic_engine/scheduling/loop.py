@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any, TypeVar
 
 import torch
@@ -408,19 +408,19 @@ class StepLoop:
         self._metrics.step(seconds, link, work.rows - link, len(work.parts))
         for part in work.parts:
             try:
-                self._deliver(part, next(logits) if part.last else None)
+                self._deliver(part, *(next(logits) if part.last else (None, None)))
             except Exception as error:
                 self._lost(part, error)
         self._scheduler.sweep(time.perf_counter())
 
-    def _forward(self, work: Pass) -> Iterator[Tensor]:
-        """Logits ``(vocab,)`` of each part that wants them."""
+    def _forward(self, work: Pass) -> Iterator[tuple[Tensor, int | None]]:
+        """Logits ``(vocab,)`` of each part that wants them, and the most likely token where that was cheap to find."""
         batch = [part.linked.rows(part.positions) for part in work.parts]
         ids = [token for part in work.parts for token in part.ids]
         if self._graphs is not None and work.decodes:
             captured = self._graphs.run(ids, batch)
             if captured is not None:
-                return iter(captured)
+                return self._arrived(captured)
         plan = self._backend.plan(batch)
         positions = [place for part in work.parts for place in part.positions]
         step = self._polite(plan, self._scheduler.cost.seconds(work.rows, work.pairs))
@@ -432,9 +432,19 @@ class StepLoop:
             self._decoder.run(ids, positions, step)
             logits = torch.empty(0)
         plan.commit()
-        return iter(logits)
+        return self._arrived(logits)
 
-    def _deliver(self, part: Part, logits: Tensor | None) -> None:
+    def _arrived(self, logits: Tensor) -> Iterator[tuple[Tensor, int | None]]:
+        """Logits once they are there: a GPU's passes have only begun when they return."""
+        device = self._decoder.device
+        if device.type != "cuda":
+            return zip(logits, repeat(None))
+        if not len(logits):
+            torch.cuda.current_stream(device).synchronize()
+        # One answer for all: fetching the logits of each would wait as often, for half a megabyte a request.
+        return zip(logits, logits.argmax(dim=-1).tolist() if len(logits) else [], strict=True)
+
+    def _deliver(self, part: Part, logits: Tensor | None, best: int | None) -> None:
         job, generation = part.job, part.generation
         if job is not None:
             job.computed += len(part.ids)
@@ -451,7 +461,7 @@ class StepLoop:
         for waiting in job.generations if job is not None else [generation]:
             if waiting in self._scheduler.running:
                 try:
-                    waiting.accept(logits)
+                    waiting.accept(logits, best)
                 except Exception as error:
                     waiting.fail(error)
 
