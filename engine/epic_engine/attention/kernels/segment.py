@@ -349,4 +349,5 @@ def segment_attention(
         MEMORY=MEMORY_FIELDS,
         num_warps=config.warps,
         num_stages=config.stages,
+        enable_fp_fusion=True,
     )

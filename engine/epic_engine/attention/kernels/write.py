@@ -123,4 +123,5 @@ def write_kv(k: Tensor, v: Tensor, tables: Tables, layer: int, rotation: Rotatio
         MEMORY=MEMORY_FIELDS,
         TARGET=TARGET_FIELDS,
         num_warps=4,
+        enable_fp_fusion=True,
     )
