@@ -347,6 +347,8 @@ class EpicRAG:
         policy: str | LinkPolicy | None = None,
         sampling: SamplingParams | None = None,
         sources: Sequence[Source] | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> Answer:
         """Answer a question from the documents.
 
@@ -362,8 +364,14 @@ class EpicRAG:
             How to draw tokens; greedy with at most 200 tokens by default.
         sources
             Chunks to answer from instead of retrieving, in this order.
+        priority
+            Higher goes first.
+        timeout
+            Seconds after which the answer ends with what there is.
         """
-        stream = self.stream(question, k=k, policy=policy, sampling=sampling, sources=sources)
+        stream = self.stream(
+            question, k=k, policy=policy, sampling=sampling, sources=sources, priority=priority, timeout=timeout
+        )
         for _ in stream:
             pass
         return stream.answer
@@ -377,12 +385,14 @@ class EpicRAG:
         sampling: SamplingParams | None = None,
         sources: Sequence[Source] | None = None,
         history: Sequence[Mapping[str, str]] | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> AnswerStream:
         """As :meth:`ask`, but yields the text as it comes.
 
         Parameters
         ----------
-        question, k, policy, sampling, sources
+        question, k, policy, sampling, sources, priority, timeout
             As in :meth:`ask`.
         history
             Earlier turns (``{"role", "content"}``), for conversations.
@@ -408,7 +418,9 @@ class EpicRAG:
                 self.key_of(s) if isinstance(s, ChunkRecord) else s for s in segments
             ]
             prompt[0] = self.head_key()
-            return self.engine.stream(prompt, params, policy=self.policy if policy is None else policy)
+            return self.engine.stream(
+                prompt, params, policy=self.policy if policy is None else policy, priority=priority, timeout=timeout
+            )
 
         return AnswerStream(start, tuple(found), tokenised)
 

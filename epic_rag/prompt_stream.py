@@ -46,6 +46,7 @@ class PromptStream:
         sampling: SamplingParams,
         policy: str | LinkPolicy | None,
         constraint: Callable[[], TokenConstraint] | None = None,
+        priority: int = 0,
     ) -> None:
         begin = time.perf_counter()
         self.parts = list(cut())
@@ -54,6 +55,7 @@ class PromptStream:
         stop_ids = tuple({*sampling.stop_token_ids, *texts.composer.stop_token_ids})
         self._sampling = replace(sampling, stop_token_ids=stop_ids)
         self._constraint = constraint
+        self._priority = priority
         self._cancelled = False
         self._stream = self._start()
         self._tokenise_seconds = time.perf_counter() - begin
@@ -63,7 +65,11 @@ class PromptStream:
         # A second start begins the answer anew, and so must its constraint.
         constraint = None if self._constraint is None else self._constraint()
         stream = self._texts.engine.stream(
-            self._texts.prompt(self.parts), self._sampling, policy=self._policy, constraint=constraint
+            self._texts.prompt(self.parts),
+            self._sampling,
+            policy=self._policy,
+            constraint=constraint,
+            priority=self._priority,
         )
         if self._cancelled:
             stream.close()
@@ -117,6 +123,7 @@ def chat_stream(
     text_ids: Sequence[str] = (),
     tools: Sequence[Mapping[str, Any]] = (),
     constraint: Callable[[], TokenConstraint] | None = None,
+    priority: int = 0,
 ) -> PromptStream:
     """Answer a conversation; compiled texts are found wherever they stand in it.
 
@@ -138,6 +145,8 @@ def chat_stream(
     constraint
         Makes what limits the answer's tokens, such as ``lambda: texts.grammars.json_schema(schema)``; called for
         every attempt at an answer.
+    priority
+        Higher goes first.
 
     Raises
     ------
@@ -151,7 +160,7 @@ def chat_stream(
         visible = {*sampling.visible_token_ids, *texts.composer.call_token_ids}
         sampling = replace(sampling, visible_token_ids=tuple(visible))
     return PromptStream(
-        texts, lambda: texts.composer.segments(messages, find, tools=tools), sampling, policy, constraint
+        texts, lambda: texts.composer.segments(messages, find, tools=tools), sampling, policy, constraint, priority
     )
 
 
@@ -163,7 +172,10 @@ def text_stream(
     policy: str | LinkPolicy | None = None,
     text_ids: Sequence[str] = (),
     constraint: Callable[[], TokenConstraint] | None = None,
+    priority: int = 0,
 ) -> PromptStream:
     """As :func:`chat_stream`, for a prompt that carries its chat template already."""
     find = texts.finder(text_ids) if text_ids else texts.find
-    return PromptStream(texts, lambda: texts.composer.formatted_segments(text, find), sampling, policy, constraint)
+    return PromptStream(
+        texts, lambda: texts.composer.formatted_segments(text, find), sampling, policy, constraint, priority
+    )

@@ -34,7 +34,7 @@ __all__ = ["ChatEpic"]
 
 _SAMPLING = frozenset(f.name for f in fields(SamplingParams)) - {"logprobs"}
 _FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens")
-_CALL = frozenset({"policy", "text_ids", "tools", "tool_choice", "parallel_tool_calls", "response_format"})
+_CALL = frozenset({"policy", "priority", "text_ids", "tools", "tool_choice", "parallel_tool_calls", "response_format"})
 _LOGPROBS = frozenset({"logprobs", "top_logprobs"})
 # Wrappers pass these to every model.
 _PASSED_OVER = frozenset({"model", "stream", "strict", "timeout", "max_retries"})
@@ -50,11 +50,12 @@ class ChatEpic(EngineUser, BaseChatModel):
     Objects with equal settings share one engine, which is opened at the first use.
 
     Calls, and :meth:`bind`, take ``stop``, ``temperature``, ``max_tokens`` and the other fields of
-    :class:`~epic_engine.SamplingParams`, ``logprobs`` and ``top_logprobs``, ``policy``, ``tools``, ``tool_choice``,
-    ``parallel_tool_calls`` and ``response_format``. An answer's ``usage_metadata`` has the reused tokens as
-    ``input_token_details["cache_read"]``; its ``response_metadata`` has ``model_name``, ``model_provider``,
-    ``finish_reason``, ``logprobs`` if asked for, and ``"epic"`` with ``policy``, ``reuse`` (``"composed"``,
-    ``"exact"`` or ``"none"``), ``linked_tokens``, ``recomputed_tokens``, ``ttft_s`` and ``total_s`` (seconds).
+    :class:`~epic_engine.SamplingParams`, ``logprobs`` and ``top_logprobs``, ``policy``, ``priority`` (higher goes
+    first), ``tools``, ``tool_choice``, ``parallel_tool_calls`` and ``response_format``. An answer's ``usage_metadata``
+    has the reused tokens as ``input_token_details["cache_read"]``; its ``response_metadata`` has ``model_name``,
+    ``model_provider``, ``finish_reason``, ``logprobs`` if asked for, and ``"epic"`` with ``policy``, ``reuse``
+    (``"composed"``, ``"exact"`` or ``"none"``), ``linked_tokens``, ``recomputed_tokens``, ``ttft_s`` and ``total_s``
+    (seconds).
 
     Examples
     --------
@@ -198,6 +199,7 @@ class ChatEpic(EngineUser, BaseChatModel):
         if asked.instructions:
             chat.messages.insert(0, {"role": "system", "content": asked.instructions})
         named = tuple(options.get("text_ids") or ())
+        priority = int(options.get("priority") or 0)
 
         def start() -> PromptStream:
             texts = self.texts
@@ -212,6 +214,7 @@ class ChatEpic(EngineUser, BaseChatModel):
                 text_ids=ids,
                 tools=asked.tools,
                 constraint=asked.constraint(texts),
+                priority=priority,
             )
 
         return start, asked

@@ -35,7 +35,7 @@ __all__ = ["EpicLLM", "use_tokenizer"]
 R = TypeVar("R")
 
 _SAMPLING = frozenset(f.name for f in fields(SamplingParams))
-_OWN = ("policy", "text_ids")
+_OWN = ("policy", "priority", "text_ids")
 _FIELDS = ("temperature", "top_p", "top_k", "seed", "stop", "max_tokens")
 
 
@@ -47,9 +47,9 @@ class EpicLLM(EngineUser, LLM):
     engine, which is opened at the first use.
 
     Every call takes ``temperature``, ``max_tokens`` and the other fields of
-    :class:`~epic_engine.SamplingParams`, ``policy``, and ``text_ids`` (ids of compiled nodes that the prompt holds,
-    in order: only needed for texts too short to be found). The last response of a call has
-    ``raw["usage"]`` with ``prompt_tokens``, ``completion_tokens``, ``total_tokens``, ``linked_tokens``,
+    :class:`~epic_engine.SamplingParams`, ``policy``, ``priority`` (higher goes first), and ``text_ids`` (ids of
+    compiled nodes that the prompt holds, in order: only needed for texts too short to be found). The last response of
+    a call has ``raw["usage"]`` with ``prompt_tokens``, ``completion_tokens``, ``total_tokens``, ``linked_tokens``,
     ``recomputed_tokens`` and ``reused_tokens``, and ``raw["epic"]`` with ``reuse``, ``policy``, ``ttft_s``,
     ``total_s`` (seconds) and ``finish_reason``.
 
@@ -189,15 +189,15 @@ class EpicLLM(EngineUser, LLM):
     def _chat(self, messages: Sequence[ChatMessage], options: dict[str, Any]) -> Callable[[], PromptStream]:
         """What answers a chat; options and messages are checked at once."""
         sampling, policy, plain = self._sampling(options), self._policy(options), plain_messages(messages)
-        ids = tuple(options.get("text_ids") or ())
-        return lambda: chat_stream(self.texts, plain, sampling, policy=policy, text_ids=ids)
+        ids, priority = tuple(options.get("text_ids") or ()), int(options.get("priority") or 0)
+        return lambda: chat_stream(self.texts, plain, sampling, policy=policy, text_ids=ids, priority=priority)
 
     def _completion(self, prompt: str, formatted: bool, options: dict[str, Any]) -> Callable[[], PromptStream]:
         if not formatted:
             return self._chat([ChatMessage(content=prompt)], options)
         sampling, policy = self._sampling(options), self._policy(options)
-        ids = tuple(options.get("text_ids") or ())
-        return lambda: text_stream(self.texts, prompt, sampling, policy=policy, text_ids=ids)
+        ids, priority = tuple(options.get("text_ids") or ()), int(options.get("priority") or 0)
+        return lambda: text_stream(self.texts, prompt, sampling, policy=policy, text_ids=ids, priority=priority)
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:

@@ -329,3 +329,19 @@ def test_documents_of_a_retriever_tool_are_linked_by_their_ids(llm: ChatEpic) ->
     ids = [tokenizer()(text, add_special_tokens=False)["input_ids"] for text in ("Nut.", FERRY)]
     assert message.response_metadata["epic"]["linked_tokens"] == sum(map(len, ids))
     llm.texts.remove(["nut"])
+
+
+def test_priority_reaches_the_engine(llm: ChatEpic, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    engine = llm.texts.engine
+    begin = engine.stream
+
+    def stream(*arguments: Any, **options: Any) -> Any:
+        asked.append(options["priority"])
+        return begin(*arguments, **options)
+
+    monkeypatch.setattr(engine, "stream", stream)
+    llm.invoke("Hello?", priority=2)
+    llm.bind(priority=1).invoke("Hello?")
+    llm.invoke("Hello?")
+    assert asked == [2, 1, 0]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import aclosing
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -322,3 +323,18 @@ def test_tokens_are_counted_with_the_models_tokenizer_on_request(monkeypatch: py
         assert Settings.tokenizer("naïve") != tokenizer()("naïve")["input_ids"]
         use_tokenizer(llm)
     assert Settings.tokenizer("naïve") == tokenizer()("naïve")["input_ids"]
+
+
+def test_priority_reaches_the_engine(llm: EpicLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    begin = llm.engine.stream
+
+    def stream(*arguments: Any, **options: Any) -> Any:
+        asked.append(options["priority"])
+        return begin(*arguments, **options)
+
+    monkeypatch.setattr(llm.engine, "stream", stream)
+    llm.chat(MESSAGES, priority=2)
+    llm.complete(PROMPT, formatted=True, priority=1)
+    llm.complete(PROMPT)
+    assert asked == [2, 1, 0]

@@ -349,3 +349,20 @@ def test_a_second_batch_finds_neighbours_among_what_is_there(tmp_path: Path) -> 
         (bakery,) = rag.registry.chunks("bakery")
         (linked,) = [f for f in rag.engine.forms(shop.token_ids) if f.depends]
     assert linked.context_ids == rag.compiler.head + bakery.token_ids
+
+
+def test_time_limit_and_priority_of_a_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_rag(tmp_path) as rag:
+        rag.add([Document("a", TEXTS["harbour"])])
+        asked: list[int] = []
+        begin = rag.engine.stream
+
+        def stream(*arguments, **options):
+            asked.append(options["priority"])
+            return begin(*arguments, **options)
+
+        monkeypatch.setattr(rag.engine, "stream", stream)
+        long = SamplingParams(max_tokens=200, ignore_eos=True)
+        assert rag.ask("Who?", sampling=long, timeout=0.02, priority=3).finish_reason == "timeout"
+        assert rag.ask("Who?", sampling=GREEDY).finish_reason != "timeout"
+    assert asked == [3, 0]
