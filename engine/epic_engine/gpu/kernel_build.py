@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from epic_engine.attention.kernels import merge, segment, write
-from epic_engine.attention.kernels.configs import SegmentConfig, default_configs, segment_config
+from epic_engine.attention.kernels.configs import SegmentConfig, default_config, default_configs
 from epic_engine.attention.kernels.tables import Launch, Rotation, Tables
 
 from .kernel_record import Build
@@ -106,10 +106,10 @@ def default_cases() -> list[Case]:
             cases.append(Case("segment", 128, torch.bfloat16, config, options=options))
         for stored in (torch.int8, torch.float8_e4m3fn):
             cases.append(Case("segment", 128, torch.bfloat16, config, stored))
-    few = segment_config(128, HEADS // KV_HEADS, 1, torch.bfloat16)
+    few = default_config(128, HEADS // KV_HEADS, 1, torch.bfloat16)
     cases += [Case("segment", 128, torch.bfloat16, few, options=(option,)) for option in ("unrotated", "any order")]
     for dim in (16, 32, 80):  # smaller than the tile that they use, or than the next tile's
-        cases.append(Case("segment", dim, torch.bfloat16, segment_config(dim, HEADS // KV_HEADS, 1, torch.bfloat16)))
+        cases.append(Case("segment", dim, torch.bfloat16, default_config(dim, HEADS // KV_HEADS, 1, torch.bfloat16)))
     for dim in (64, 128, 256):
         cases += [Case("merge", dim, dtype) for dtype in (torch.bfloat16, torch.float32)]
         cases += [Case("write", dim, dtype) for dtype in (torch.bfloat16, torch.float32)]

@@ -1,4 +1,7 @@
-"""Tile shapes of the kernels: few, chosen by what a program has to do, never tuned in the path of a request."""
+"""Tile shapes of the kernels: few, chosen by what a program has to do, never tuned in the path of a request.
+
+Which of them a card uses may have been measured before: see :mod:`.tuned`.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,15 @@ from dataclasses import dataclass
 import torch
 import triton.language as tl
 
+from .tuned import tuned
+
 __all__ = [
     "ELEMENTS",
     "MERGE_HEADS",
     "MERGE_PARTIALS",
     "WRITE_ROWS",
     "SegmentConfig",
+    "default_config",
     "default_configs",
     "padded",
     "segment_config",
@@ -90,7 +96,16 @@ _SHAPES = {
 
 
 def segment_config(dim: int, group: int, readers: int, dtype: torch.dtype) -> SegmentConfig:
-    """The tile for items of about so many readers.
+    """The tile for items of about so many readers, as :func:`default_config` or as tuned for this card."""
+    return tuned(default_config(dim, group, readers, dtype), _element(dtype))
+
+
+def _element(dtype: torch.dtype) -> int:
+    return 2 if dtype.itemsize == 2 else 4
+
+
+def default_config(dim: int, group: int, readers: int, dtype: torch.dtype) -> SegmentConfig:
+    """The tile for items of about so many readers, whatever the card.
 
     Parameters
     ----------
@@ -102,11 +117,15 @@ def segment_config(dim: int, group: int, readers: int, dtype: torch.dtype) -> Se
         Rows that read the same segments.
     dtype
         Of queries.
+
+    Raises
+    ------
+    ValueError
+        If there is no tile for such heads or so many of them.
     """
     size = padded(dim)
-    element = 2 if dtype.itemsize == 2 else 4
     rows = group * readers
-    shapes = [_SHAPES[key] for key in sorted(_SHAPES) if key[:2] == (max(size, 64), element)]
+    shapes = [_SHAPES[key] for key in sorted(_SHAPES) if key[:2] == (max(size, 64), _element(dtype))]
     shape = next((s for s in shapes if s[0] >= rows), shapes[-1])
     if shape[0] < group:
         raise ValueError(f"{group} heads a group do not fit a tile of {shape[0]} rows")
@@ -114,7 +133,7 @@ def segment_config(dim: int, group: int, readers: int, dtype: torch.dtype) -> Se
 
 
 def default_configs() -> list[tuple[SegmentConfig, torch.dtype]]:
-    """Every configuration that :func:`segment_config` gives, with the type of the query."""
+    """Every configuration that :func:`default_config` gives, with the type of the query."""
     found = []
     for (size, element, _), shape in sorted(_SHAPES.items()):
         found.append((SegmentConfig(size, *shape), torch.bfloat16 if element == 2 else torch.float32))
