@@ -122,6 +122,18 @@ def test_schedules(machine: type[schedules.Schedules], monkeypatch: pytest.Monke
     case("runTest").runTest()
 
 
+def test_what_was_proven_of_other_tiles_is_not_taken_for_proven(
+    engines: dict[tuple[str, int], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from epic_engine.attention.kernels import configs
+
+    backend = engines["qwen3", 2048].backend
+    before = backend.identity
+    assert before == engines["qwen3", 7].backend.identity
+    monkeypatch.setitem(configs._SHAPES, (64, 4, 0), (16, 64, 4, 2))
+    assert backend.identity != before
+
+
 # -- captured steps --------------------------------------------------------------------------------------------
 
 

@@ -195,6 +195,11 @@ class AttentionBackend(ABC):
 
     name: str
 
+    @property
+    def identity(self) -> str:
+        """Whatever may change its numbers on a device: what was proven of one identity says nothing of another."""
+        return self.name
+
     @abstractmethod
     def plan(self, batch: Sequence[SequenceRows]) -> Plan:
         """Lay out one forward pass over the rows of all sequences, in the order given."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from epic_engine.model.decoder import Decoder
@@ -64,6 +65,13 @@ class TritonBackend(AttentionBackend):
                         turns = torch.view_as_real(table.factors / table.factors.abs()).float().contiguous()
                 rotations[id(table)] = Rotation(self._order, factors, turns, decoder.pairs.half_split)
             self.rotations.append(rotations[id(table)])
+
+    @property
+    def identity(self) -> str:
+        """Triton's version, the card, and the tiles, which may have been tuned."""
+        card = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "interpreter"
+        tiles = sorted({repr(self.shape.config(1 << n)) for n in range(8)})
+        return f"{self.name} {triton.__version__} {card} {self.shape.page_size} {tiles}"
 
     def plan(self, batch: Sequence[SequenceRows]) -> TritonPlan:
         """Lay the pass out and send its tables to the device."""

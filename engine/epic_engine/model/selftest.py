@@ -187,7 +187,7 @@ def gate(decoder: Decoder, backend: AttentionBackend, *, use_cache: bool = True)
             _version.__version__,
             torch.__version__,
             transformers.__version__,
-            backend.name,
+            backend.identity,
             str(decoder.device),
             torch.get_num_threads(),
         ]
