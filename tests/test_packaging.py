@@ -35,6 +35,21 @@ def test_engine_imports_without_the_text_side() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_an_engine_without_files_needs_torch_and_transformers_alone() -> None:
+    """As on a machine that was lent to run `make gpu-check`."""
+    code = (
+        "import sys\n"
+        "for name in 'xxhash platformdirs faiss gguf typer rich langchain_core llama_index triton'.split():\n"
+        "    sys.modules[name] = None\n"
+        "from tests.engine.models import tiny\n"
+        "from epic_engine import Engine, SamplingParams\n"
+        "with Engine(tiny('llama')) as engine:\n"
+        "    key = engine.compile([5, 6, 7])\n"
+        "    assert len(engine.generate([key, [8]], SamplingParams(2, ignore_eos=True)).token_ids) == 2\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 @pytest.mark.smollm2
 def test_quickstart_runs_and_answers(tmp_path: Path) -> None:
     done = subprocess.run(

@@ -24,7 +24,6 @@ from .errors import ConfigError, ContextLengthError
 from .linking.linked import LinkedPrompt
 from .linking.linker import LinkRequest
 from .linking.policies import LinkPolicy, parse_policy
-from .memory.file_store import FileStore
 from .memory.store import ChunkInfo, ChunkStore, MemoryStore
 from .model.decoder import Decoder
 from .model.loader import load_model
@@ -481,4 +480,8 @@ class Engine(ChunkLibrary):
 def _open_store(store: str | os.PathLike[str] | ChunkStore | None) -> ChunkStore:
     if store is None:
         return MemoryStore()
-    return store if isinstance(store, ChunkStore) else FileStore(Path(store))
+    if isinstance(store, ChunkStore):
+        return store
+    from .memory.file_store import FileStore  # needs packages that an engine without files does not
+
+    return FileStore(Path(store))
