@@ -70,14 +70,19 @@ class AnswerStream:
 
     def _run(self) -> Iterator[str]:
         first = None
-        for _ in range(len(self.sources) + 2):
+        attempts = len(self.sources) + 2
+        for attempt in range(attempts):
             try:
+                if attempt:
+                    self._stream = self._start()
                 first = next(self._stream, None)
                 break
             except ChunkNotFoundError as error:
-                # A stored chunk turned out to be damaged and was set aside: it is compiled again. There may be more.
+                # A stored chunk turned out to be damaged and was set aside: it is compiled again. There may be more,
+                # and the next one may be found out while the prompt is put together again.
+                if attempt == attempts - 1:
+                    raise
                 logger.warning("%s", error)
-                self._stream = self._start()
         if first is not None and first.text:
             yield first.text
         for event in self._stream:

@@ -86,13 +86,16 @@ class PromptStream:
 
     def _first(self) -> StreamEvent:
         self._began = True
-        for _ in self.parts:
+        for attempt in range(len(self.parts)):
             try:
+                if attempt:
+                    self._stream = self._start()
                 return next(self._stream)
             except ChunkNotFoundError as error:
-                # A stored chunk turned out to be damaged and was set aside: it is compiled again. There may be more.
+                # A stored chunk turned out to be damaged and was set aside: it is compiled again. There may be more,
+                # and the next one may be found out while the prompt is put together again.
                 logger.warning("%s", error)
-                self._stream = self._start()
+        self._stream = self._start()
         return next(self._stream)
 
     def close(self) -> None:

@@ -33,12 +33,13 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .linking.linked import LinkedPrompt
     from .linking.policies import LinkPolicy, parse_policies, parse_policy, policy_names
-    from .memory.file_store import FileStore
-    from .memory.store import ChunkInfo, ChunkStore, MemoryStore, VerifyReport
     from .metrics import Metrics
     from .request import Completion, RequestStats, StageTimes, StreamEvent
     from .request_options import RequestOptions
     from .sampler import TokenLogprob
+    from .storage.file_store import FileStore
+    from .storage.memory_store import MemoryStore
+    from .storage.store import ChunkInfo, ChunkStore, GcReport, StoreUsage, VerifyReport
     from .stream import Stream
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "EngineConfig",
     "EpicError",
     "FileStore",
+    "GcReport",
     "InsufficientResourcesError",
     "LinkPolicy",
     "LinkedPrompt",
@@ -72,6 +74,7 @@ __all__ = [
     "StoreCorruptError",
     "StoreError",
     "StoreFormatError",
+    "StoreUsage",
     "Stream",
     "StreamEvent",
     "TokenConstraint",
@@ -101,11 +104,13 @@ _HOMES = {
     "parse_policies": ".linking.policies",
     "parse_policy": ".linking.policies",
     "policy_names": ".linking.policies",
-    "FileStore": ".memory.file_store",
-    "ChunkInfo": ".memory.store",
-    "ChunkStore": ".memory.store",
-    "MemoryStore": ".memory.store",
-    "VerifyReport": ".memory.store",
+    "FileStore": ".storage.file_store",
+    "MemoryStore": ".storage.memory_store",
+    "ChunkInfo": ".storage.store",
+    "ChunkStore": ".storage.store",
+    "GcReport": ".storage.store",
+    "StoreUsage": ".storage.store",
+    "VerifyReport": ".storage.store",
     "Completion": ".request",
     "RequestStats": ".request",
     "StageTimes": ".request",

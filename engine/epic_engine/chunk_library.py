@@ -12,15 +12,23 @@ from torch import Tensor
 
 from .attention.base import AttentionBackend, SequenceRows
 from .chunks import ChunkKey, CompiledChunk, content_digest
-from .compiler import Compiler, pack
+from .compile_turns import compile_in_turns
+from .compiler import Compiler
 from .config import EngineConfig
 from .contexts import CompileContext, parse_context
 from .costs import CompileEstimate, check_fits, estimate
 from .errors import ChunkNotFoundError, ConfigError, ContextLengthError, EngineClosedError
-from .memory.store import ChunkInfo, ChunkStore, available_memory
+from .memory.budget import available_memory
 from .model.decoder import Decoder
+from .storage.payload import encoding_for, fingerprint_for
+from .storage.store import ChunkInfo, ChunkStore
 
 __all__ = ["ChunkLibrary"]
+
+# A lease outlasts what was measured by far: who loses it has its work done twice, and nothing worse.
+_LEASE_SECONDS = 60.0
+_LEASE_MARGIN = 20.0
+_SLOW_TOKEN_SECONDS = 0.05
 
 
 class ChunkLibrary(ABC):
@@ -51,7 +59,8 @@ class ChunkLibrary(ABC):
         self.backend = backend
         self.device = decoder.device
         self.spec = decoder.spec
-        self.fingerprint = decoder.fingerprint
+        self.encoding = encoding_for(config.kv_dtype, decoder.spec.dtype)
+        self.fingerprint = fingerprint_for(decoder.fingerprint, self.encoding)
         self.max_model_len = decoder.max_model_len
         self.store = store
         self._head = tuple(head)
@@ -59,6 +68,7 @@ class ChunkLibrary(ABC):
         self._closed = False
         self._compiler = Compiler(decoder, backend, lambda key: store.load(key).to(decoder.device))
         self._seconds_per_token: float | None = None
+        self._compile_token_seconds = _SLOW_TOKEN_SECONDS
         self.context = self.parse_context(config.context)
 
     @abstractmethod
@@ -183,17 +193,35 @@ class ChunkLibrary(ABC):
         todo = self._missing(chunks, keys)
         if todo:
             self._check_fits([len(ids) for _, ids in todo])
-        total = sum(len(ids) for _, ids in todo)
+        self._compile_all([(key, ids, where) for key, ids in todo], progress)
+        return keys
+
+    def _compile_all(
+        self,
+        todo: Sequence[tuple[ChunkKey, tuple[int, ...], CompileContext]],
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        """Compile chunks that are not stored in batches; what another process is compiling is awaited."""
+        lengths = [len(ids) for _, ids, _ in todo]
         done = 0
         if progress:
-            progress(0, total)
-        for batch in pack([len(ids) for _, ids in todo], self.config.rows_per_step):
-            part = [todo[i] for i in batch]
-            self._compile_batch(part, [where] * len(part))
-            done += sum(len(ids) for _, ids in part)
+            progress(0, sum(lengths))
+
+        def finished(indices: list[int]) -> None:
+            nonlocal done
+            done += sum(lengths[i] for i in indices)
             if progress:
-                progress(done, total)
-        return keys
+                progress(done, sum(lengths))
+
+        compile_in_turns(
+            self.store,
+            [key for key, _, _ in todo],
+            lengths,
+            self.config.rows_per_step,
+            lambda indices: self._compile_batch([todo[i] for i in indices]),
+            lambda tokens: _LEASE_SECONDS + _LEASE_MARGIN * tokens * self._compile_token_seconds,
+            finished,
+        )
 
     def _missing(
         self, chunks: Sequence[Sequence[int]], keys: Sequence[ChunkKey]
@@ -274,22 +302,24 @@ class ChunkLibrary(ABC):
         missing = [(key, *entry) for key, entry in todo.items() if key not in known]
         if missing:
             self._check_fits([len(m[1]) for m in missing])
-        done = 0
-        for batch in pack([len(m[1]) for m in missing], self.config.rows_per_step):
-            part = [missing[i] for i in batch]
-            self._compile_batch([(key, own) for key, own, _ in part], [where for _, _, where in part])
-            done += sum(len(own) for _, own, _ in part)
-            if progress:
-                progress(offset + done, offset + sum(len(m[1]) for m in missing))
+
+        def behind(done: int, total: int) -> None:
+            if progress and done:
+                progress(offset + done, offset + total)
+
+        self._compile_all(missing, behind)
         return keys
 
-    def _compile_batch(
-        self, part: Sequence[tuple[ChunkKey, tuple[int, ...]]], contexts: Sequence[CompileContext]
-    ) -> None:
-        kvs = self._compiler.compile([ids for _, ids in part], contexts, self._run_rows)
+    def _compile_batch(self, part: Sequence[tuple[ChunkKey, tuple[int, ...], CompileContext]]) -> None:
+        begin = time.perf_counter()
+        kvs = self._compiler.compile([ids for _, ids, _ in part], [where for _, _, where in part], self._run_rows)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        token_seconds = (time.perf_counter() - begin) / sum(len(ids) for _, ids, _ in part)
+        self._compile_token_seconds = token_seconds
         now = time.time()
         entries = []
-        for (key, ids), where, kv in zip(part, contexts, kvs, strict=True):
+        for (key, ids, where), kv in zip(part, kvs, strict=True):
             others = [self._info(n) for n in where.neighbours]
             info = ChunkInfo(
                 key,
@@ -302,6 +332,8 @@ class ChunkLibrary(ABC):
                 kv.nbytes,
                 now,
                 tuple(o.content for o in others),
+                cost=token_seconds * len(ids),
+                encoding=self.encoding,
             )
             entries.append((info, kv))
         self.store.put(entries)
@@ -322,7 +354,8 @@ class ChunkLibrary(ABC):
         keys = [ChunkKey.of(self.fingerprint, self.config.namespace, where.identity, ids) for ids in chunks]
         todo = list(dict(zip(keys, chunks, strict=True)).items()) if known_too else self._missing(chunks, keys)
         lengths = [len(ids) for _, ids in todo]
-        return estimate(self.spec, lengths, self.config.rows_per_step, self._token_seconds() if todo else 0.0)
+        seconds = self._token_seconds() if todo else 0.0
+        return estimate(self.spec, lengths, self.config.rows_per_step, seconds, self.encoding)
 
     def _token_seconds(self) -> float:
         if self._seconds_per_token is None:
@@ -338,7 +371,7 @@ class ChunkLibrary(ABC):
     def _check_fits(self, lengths: Sequence[int]) -> None:
         on_gpu = self.device.type == "cuda"
         check_fits(
-            estimate(self.spec, lengths, self.config.rows_per_step, 0.0),
+            estimate(self.spec, lengths, self.config.rows_per_step, 0.0, self.encoding),
             disk_free=self.store.free_bytes(),
             memory_free=torch.cuda.mem_get_info(self.device)[0] if on_gpu else available_memory(),
             rows_per_step=self.config.rows_per_step,

@@ -14,6 +14,7 @@ __all__ = ["EngineConfig", "SamplingParams"]
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 _DEVICES = ("auto", "cpu", "cuda")
 _PLACEMENTS = ("auto", "map", "pool")
+_KV_DTYPES = ("auto", "bf16", "int8", "fp8")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class EngineConfig:
     chunk_placement
         Where compiled chunks are read from: ``"map"`` (the store's memory map), ``"pool"`` (copied to pages on the
         device) or ``"auto"`` (``map`` on a CPU).
+    kv_dtype
+        What compiled chunks are kept as: ``"auto"`` (as the model computes them), ``"bf16"``, ``"int8"`` or ``"fp8"``
+        (with scales; half of bfloat16's bytes). Chunks kept otherwise are other chunks: they are compiled anew.
     step_seconds
         A forward pass that takes longer is run in the background of shorter ones.
     stall_seconds
@@ -69,6 +73,7 @@ class EngineConfig:
     memory: str | int | float | None = None
     page_size: int = 16
     chunk_placement: str = "auto"
+    kv_dtype: str = "auto"
     step_seconds: float = 0.1
     stall_seconds: float = 1.0
     max_running: int = 64
@@ -96,6 +101,8 @@ class EngineConfig:
             raise ConfigError("prefix_cache_bytes must not be negative; 0 switches the prefix cache off.")
         if self.chunk_placement not in _PLACEMENTS:
             raise ConfigError(f"chunk_placement={self.chunk_placement!r} is unknown: use {' or '.join(_PLACEMENTS)}.")
+        if self.kv_dtype not in _KV_DTYPES:
+            raise ConfigError(f"kv_dtype={self.kv_dtype!r} cannot be used: pick one of {', '.join(_KV_DTYPES)}.")
         if not 0 < self.step_seconds < math.inf:
             raise ConfigError(f"step_seconds={self.step_seconds} must be above 0 and finite.")
         if not 0 <= self.stall_seconds < math.inf:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from .errors import InsufficientResourcesError
 from .model.spec import ModelSpec
+from .storage.payload import encoded_nbytes
 
 __all__ = ["CompileEstimate", "check_fits", "estimate"]
 
@@ -38,13 +39,16 @@ class CompileEstimate:
         )
 
 
-def estimate(spec: ModelSpec, lengths: Sequence[int], rows_per_step: int, token_seconds: float) -> CompileEstimate:
-    """Cost of compiling chunks of the given lengths, in tokens, at a measured speed."""
+def estimate(
+    spec: ModelSpec, lengths: Sequence[int], rows_per_step: int, token_seconds: float, encoding: str = "raw"
+) -> CompileEstimate:
+    """Cost of compiling chunks of the given lengths, in tokens, at a measured speed, and of keeping them encoded."""
     tokens = sum(lengths)
+    shapes = ((spec.num_layers, 2, spec.num_kv_heads, length, spec.head_dim) for length in lengths)
     return CompileEstimate(
         chunks=len(lengths),
         tokens=tokens,
-        disk_bytes=tokens * spec.kv_bytes_per_token,
+        disk_bytes=sum(encoded_nbytes(shape, spec.dtype, encoding) for shape in shapes),
         memory_bytes=_batch_bytes(spec, lengths, rows_per_step),
         seconds=tokens * token_seconds,
     )

@@ -24,7 +24,6 @@ from .errors import ConfigError, ContextLengthError
 from .linking.linked import LinkedPrompt
 from .linking.linker import LinkRequest
 from .linking.policies import LinkPolicy, parse_policy
-from .memory.store import ChunkInfo, ChunkStore, MemoryStore
 from .model.decoder import Decoder
 from .model.loader import load_model
 from .model.selftest import SelfTestReport, gate, run_selftest
@@ -34,6 +33,8 @@ from .scheduling.batching import steps
 from .scheduling.generation import Generation
 from .scheduling.jobs import LinkJob
 from .scheduling.serving import Serving
+from .storage.memory_store import MemoryStore
+from .storage.store import ChunkInfo, ChunkStore
 from .stream import Stream
 
 __all__ = ["Engine", "Prompt"]
@@ -56,15 +57,15 @@ class Engine(ChunkLibrary):
     tokenizer
         Tokenizer for a loaded model; needed for text and stop strings.
     store
-        Directory of compiled chunks, a :class:`~epic_engine.memory.store.ChunkStore`, or None for memory.
+        Directory of compiled chunks, a :class:`~epic_engine.storage.store.ChunkStore`, or None for memory.
     head
         Token ids of the prompt's head for ``context="head"``.
     attention
-        ``"auto"`` or ``"torch"``.
+        ``"auto"`` (Triton on a GPU that it supports, else torch), ``"triton"`` or ``"torch"``.
     **options
         Fields of :class:`~epic_engine.config.EngineConfig`: device, dtype, max_model_len, namespace, context,
-        policy, rows_per_step, prefix_cache_bytes, memory, page_size, chunk_placement, step_seconds, stall_seconds,
-        max_running, selftest.
+        policy, rows_per_step, prefix_cache_bytes, memory, page_size, chunk_placement, kv_dtype, step_seconds,
+        stall_seconds, max_running, cuda_graphs, selftest.
 
     Raises
     ------
@@ -482,6 +483,6 @@ def _open_store(store: str | os.PathLike[str] | ChunkStore | None) -> ChunkStore
         return MemoryStore()
     if isinstance(store, ChunkStore):
         return store
-    from .memory.file_store import FileStore  # needs packages that an engine without files does not
+    from .storage.file_store import FileStore  # needs packages that an engine without files does not
 
     return FileStore(Path(store))

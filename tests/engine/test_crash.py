@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -15,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from epic_engine import FileStore
-from epic_engine.memory import file_store
+from epic_engine.storage import faults
 
+from tests.damage import where
 from tests.engine.crash import CHUNKS, chunks
 from tests.engine.models import tiny
 from tests.engine.test_store import entry
@@ -44,34 +44,49 @@ def test_processes_write_the_same_and_other_keys_at_once(tmp_path: Path) -> None
     assert store.verify().clean
     assert {i.key for i in store.entries()} == {entry(n)[0].key for n in range(18)}
     assert all(torch.equal(store.load(entry(n)[0].key), entry(n)[1]) for n in range(18))
-    assert not list((tmp_path / "tmp").iterdir())
+    assert 1 <= len(list(tmp_path.glob("segments/*.seg"))) <= 3
 
 
-def _hang_in_a_write(path: Path, pipe: Any) -> None:
-    def hang(tensors: Any, target: Path, metadata: Any) -> None:
-        Path(target).write_bytes(b"half a file")
-        pipe.send(str(target))
-        threading.Event().wait()
+def _hang_in_a_write(path: Path, point: str, pipe: Any) -> None:
+    def hang(name: str) -> None:
+        if name == point:
+            pipe.send([str(file) for file in path.glob("segments/*.seg")])
+            threading.Event().wait()
 
-    file_store.save_file = hang
-    FileStore(path).put([entry(3)])
+    store = FileStore(path)
+    with faults.install(hang):
+        store.put([entry(3)])
 
 
-def test_what_a_killed_writer_left_is_swept_and_a_living_ones_is_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("point", ["segment.created", "segment.entered", "put.appended", "put.synced"])
+def test_what_a_killed_writer_left_is_gone_on_with_and_a_living_ones_is_not(point: str, tmp_path: Path) -> None:
     here, there = FORK.Pipe()
-    process = FORK.Process(target=_hang_in_a_write, args=(tmp_path, there))
+    process = FORK.Process(target=_hang_in_a_write, args=(tmp_path, point, there))
     process.start()
-    half = Path(here.recv())
-    assert re.fullmatch(r"[0-9a-f]{32}", half.parent.name)
-    FileStore(tmp_path).close()
+    (half,) = map(Path, here.recv())
+    beside = FileStore(tmp_path)
+    beside.put([entry(4)])
+    assert where(tmp_path)[entry(4)[0].key.hex].file != half
+    beside.delete([entry(4)[0].key])
+    beside.compact()
     assert half.exists()
+    beside.close()
     process.kill()
     process.join()
     assert half.exists()
+    left = half.stat().st_size
     store = FileStore(tmp_path)
-    assert not list((tmp_path / "tmp").iterdir())
+    assert half.exists() == (point != "segment.created")  # that one is named nowhere, and nothing is in it
     assert store.verify().clean
     assert store.info(entry(3)[0].key) is None
+    store.put([entry(5)])
+    if point == "segment.entered":  # others hold nothing but what died
+        assert where(tmp_path)[entry(5)[0].key.hex].start == left
+    assert torch.equal(store.load(entry(5)[0].key), entry(5)[1])
+    store.gc()
+    assert len(list(tmp_path.glob("segments/*.seg"))) == 1
+    assert store.verify().clean
+    assert torch.equal(store.load(entry(5)[0].key), entry(5)[1])
 
 
 @pytest.mark.slow
@@ -119,6 +134,8 @@ def test_twenty_kills_leave_the_store_as_one_quiet_run_does(tmp_path: Path) -> N
     report = interrupted.verify()
     assert report.clean, report
     assert report.checked == CHUNKS
-    assert not list((tmp_path / "store" / "tmp").iterdir())
+    interrupted.gc()
+    assert interrupted.gc().leases == 0  # those of the killed are gone
+    assert interrupted.verify().clean
     for info in quiet.entries():
         assert torch.equal(interrupted.load(info.key), quiet.load(info.key))

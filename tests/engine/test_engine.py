@@ -23,7 +23,7 @@ from epic_engine import (
     MemoryStore,
     SamplingParams,
 )
-from epic_engine.memory import store as store_module
+from epic_engine.memory.budget import available_memory
 
 from tests.engine.models import KINDS, LLAMA3, build, tiny
 from tests.engine.oracle import plain_logits, untouched
@@ -337,7 +337,7 @@ def test_too_little_disk_or_memory_is_noticed_before_any_work(monkeypatch: pytes
         with pytest.raises(InsufficientResourcesError, match="lower rows_per_step=2048"):
             engine.compile_many(CHUNKS)
         assert passes.rows == []
-        monkeypatch.setattr("epic_engine.chunk_library.available_memory", store_module.available_memory)
+        monkeypatch.setattr("epic_engine.chunk_library.available_memory", available_memory)
         monkeypatch.setattr(engine.store, "free_bytes", lambda: need)
         engine.compile_many(CHUNKS)
 

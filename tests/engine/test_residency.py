@@ -15,6 +15,8 @@ from epic_engine.memory.paged_kv import PagedKV
 from epic_engine.memory.residency import Residency
 from torch import Tensor
 
+from tests.damage import damage
+
 from .kv_memory import PAGE, chunk, keys_in_memory, make_pool, settled, store_of
 
 PLACEMENTS = ["map", "pool"]
@@ -204,10 +206,7 @@ def test_a_damaged_chunk_is_reported_and_leaves_nothing_behind(opened: Any, plac
     (good, _), (bad, kv) = parts = [chunk(1), chunk(2)]
     store = FileStore(tmp_path)
     store.put(parts)
-    file = store._file(bad.key)
-    raw = bytearray(file.read_bytes())
-    raw[-1] ^= 1
-    file.write_bytes(raw)
+    damage(tmp_path, bad.key.hex)
     residency = opened(make_pool(8), store, placement=placement)
     with residency.acquire([good.key, bad.key]) as lease:
         with pytest.raises(ChunkNotFoundError, match="compile its tokens again"):

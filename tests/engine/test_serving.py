@@ -13,7 +13,7 @@ import pytest
 import torch
 from epic_engine import ConfigError, Engine, EngineClosedError, OutOfPagesError, SamplingParams
 from epic_engine.best_of import best_of
-from epic_engine.memory.store import MemoryStore
+from epic_engine.storage.memory_store import MemoryStore
 from torch import Tensor
 
 from tests.engine.models import tiny

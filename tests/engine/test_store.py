@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import sqlite3
@@ -10,7 +11,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,14 +19,17 @@ from epic_engine import (
     ChunkKey,
     ChunkNotFoundError,
     ChunkStore,
+    ConfigError,
     FileStore,
     MemoryStore,
     StoreError,
     StoreFormatError,
 )
 from epic_engine.chunks import content_digest
-from epic_engine.memory import file_store
+from epic_engine.storage import faults, segments
 from torch import Tensor
+
+from tests.damage import damage, flip, where
 
 
 def entry(
@@ -152,11 +155,6 @@ def test_threads_write_and_read_at_once(store: ChunkStore) -> None:
 # -- files -----------------------------------------------------------------------------------------------------
 
 
-def _file(path: Path, key: ChunkKey) -> Path:
-    (found,) = path.glob(f"kv/*/{key}.safetensors")
-    return found
-
-
 def test_kv_is_read_from_the_mapped_file(tmp_path: Path) -> None:
     with_file = FileStore(tmp_path)
     info, kv = entry(3)
@@ -164,10 +162,11 @@ def test_kv_is_read_from_the_mapped_file(tmp_path: Path) -> None:
     loaded = with_file.load(info.key)
     assert with_file.load(info.key) is loaded
     address = loaded.data_ptr()
+    assert address % 64 == 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(x, 16) for x in line.split()[0].split("-"))
         if begin <= address < end:
-            assert line.endswith(str(_file(tmp_path, info.key)))
+            assert line.endswith(str(where(tmp_path)[info.key.hex].file))
             break
     else:
         pytest.fail("the tensor lies in no mapping")
@@ -184,70 +183,85 @@ def test_another_process_finds_everything(tmp_path: Path) -> None:
         second.load(entries[0][0].key)
     first.close()
     second.close()
-    assert not list((tmp_path / "tmp").iterdir())
+    third = FileStore(tmp_path)
+    third.put([entry(7)])
+    assert len(list(tmp_path.glob("segments/*.seg"))) == 1  # nobody holds it any more, so it is gone on with
 
 
 def test_a_flipped_byte_anywhere_is_never_served(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     info, kv = entry(3)
     store.put([(info, kv)])
-    file = _file(tmp_path, info.key)
-    intact = file.read_bytes()
-    harmless = 0
+    lies = where(tmp_path)[info.key.hex]
     store.close()
+    size = lies.file.stat().st_size
     rng = random.Random(0)
-    header = 8 + int.from_bytes(intact[:8], "little")
-    for at in [*range(8), *rng.sample(range(8, header), 60), *rng.sample(range(header, len(intact)), 30)]:
-        damaged = bytearray(intact)
-        damaged[at] ^= 1 << rng.randrange(8)
+    assert lies.offset + lies.stored + 63 >= size
+    length = int.from_bytes(lies.file.read_bytes()[lies.start + 8 : lies.start + 12], "little")
+    checked = range(lies.start, lies.start + 128 + length)  # header and metadata of the record, without padding
+    payload = range(lies.offset, lies.offset + lies.stored)
+    for at in [*range(64), *rng.sample(checked, 60), *rng.sample(payload, 40), *range(payload[-1] + 1, size)]:
+        bit = rng.randrange(8)
+        flip(lies.file, at, bit)
         store = FileStore(tmp_path)
-        store.put([(info, kv)])
-        file.write_bytes(damaged)
-        try:
-            loaded: Tensor | str = store.load(info.key)
-        except ChunkNotFoundError as error:
-            loaded = str(error)
-        if isinstance(loaded, Tensor):
-            assert torch.equal(loaded, kv)
-            assert at < header  # in the names and the text beside the numbers
-            harmless += 1
-        else:
-            assert "set aside" in loaded
+        report = store.verify()
+        assert report.corrupt == ([info.key.hex] if at in checked or at in payload else [])
+        assert (store.verify(quick=True).corrupt == report.corrupt) == (at not in payload)
+        if at in payload:
+            with pytest.raises(ChunkNotFoundError, match="set aside"):
+                store.load(info.key)
             assert store.info(info.key) is None
             assert list(store.entries()) == []
             with pytest.raises(ChunkNotFoundError, match="is not in"):
                 store.load(info.key)
-            assert store.verify().clean
+            report = store.verify()
+            assert report.clean
+            assert report.quarantined == [info.key.hex]
+            store.put([(info, kv)])
+            assert torch.equal(store.load(info.key), kv)
+            store.compact(live_share=1.0)
+            store.gc()
+            assert store.verify().quarantined == []
+            lies = where(tmp_path)[info.key.hex]
+        else:
+            assert torch.equal(store.load(info.key), kv)
+            flip(lies.file, at, bit)
         store.close()
-    assert 0 < harmless < 60
+        assert lies.file.stat().st_size == size
 
 
 def test_verify_reports_and_repair_cleans(tmp_path: Path) -> None:
-    store = FileStore(tmp_path)
-    entries = [entry(n) for n in range(4)]
+    store = FileStore(tmp_path, segment_bytes=1)  # a segment for every chunk
+    entries = [entry(n) for n in range(5)]
     store.put(entries)
     keys = [i.key for i, _ in entries]
-    damaged = _file(tmp_path, keys[0])
-    raw = bytearray(damaged.read_bytes())
-    raw[-1] ^= 1
-    damaged.write_bytes(raw)
-    _file(tmp_path, keys[1]).unlink()
-    cut = _file(tmp_path, keys[2])
-    os.truncate(cut, cut.stat().st_size // 2)
-    orphan = tmp_path / "kv" / "ff" / f"{'f' * 64}.safetensors"
-    orphan.parent.mkdir(exist_ok=True)
-    orphan.write_bytes(b"x")
+    lies = where(tmp_path)
+    damage(tmp_path, keys[0].hex)
+    lies[keys[1].hex].file.unlink()
+    os.truncate(lies[keys[2].hex].file, lies[keys[2].hex].offset + 8)
+    flip(lies[keys[4].hex].file, lies[keys[4].hex].start + 20)
+    orphans = [tmp_path / "segments" / f"{'f' * 32}.seg", tmp_path / "kv" / "ff" / f"{'f' * 64}.safetensors"]
+    for orphan in orphans:
+        orphan.parent.mkdir(parents=True, exist_ok=True)
+        orphan.write_bytes(b"x" * 65)
+    report = store.verify(quick=True)
+    assert set(report.corrupt) == {keys[2].hex, keys[4].hex}  # the numbers themselves were not read
+    assert report.missing == [keys[1].hex]
     for repair in (False, True):
         report = store.verify(repair=repair)
-        assert (report.checked, set(report.corrupt)) == (4, {keys[0].hex, keys[2].hex})
+        assert (report.checked, set(report.corrupt)) == (5, {keys[0].hex, keys[2].hex, keys[4].hex})
         assert report.missing == [keys[1].hex]
-        assert report.orphans == [str(orphan.relative_to(tmp_path))]
+        assert report.orphans == sorted(str(orphan.relative_to(tmp_path)) for orphan in orphans)
         assert not report.clean
     report = store.verify()
     assert report.clean
     assert report.checked == 1
+    assert len(report.quarantined) == 4
     assert [i.key for i in store.entries()] == [keys[3]]
-    assert len(list(tmp_path.glob("kv/*/*.safetensors"))) == 1
+    assert not any(orphan.exists() for orphan in orphans)
+    store.gc()
+    assert [path.name for path in tmp_path.glob("segments/*.seg")] == [lies[keys[3].hex].file.name]
+    assert store.verify().quarantined == []
 
 
 def test_a_newer_store_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -255,12 +269,13 @@ def test_a_newer_store_is_refused_and_left_alone(tmp_path: Path) -> None:
     store.put([entry(3)])
     store.close()
     with sqlite3.connect(tmp_path / "catalogue.sqlite") as db:
-        db.execute("PRAGMA user_version=2")
+        db.execute("PRAGMA user_version=3")
     db.close()
-    with pytest.raises(StoreFormatError, match=r"has format 2, this version reads 1: upgrade"):
-        FileStore(tmp_path)
+    for read_only in (False, True):
+        with pytest.raises(StoreFormatError, match=r"has format 3, this version reads 2: upgrade"):
+            FileStore(tmp_path, read_only=read_only)
     with sqlite3.connect(tmp_path / "catalogue.sqlite") as db:
-        db.execute("PRAGMA user_version=1")
+        db.execute("PRAGMA user_version=2")
     db.close()
     store = FileStore(tmp_path)
     assert len(list(store.entries())) == 1
@@ -278,6 +293,12 @@ def test_a_path_that_is_a_file(tmp_path: Path) -> None:
         FileStore(tmp_path / "file")
 
 
+@pytest.mark.parametrize("options", [{"compression": "zip"}, {"max_bytes": 0}, {"segment_bytes": 0}])
+def test_options_that_are_none(options: dict[str, object], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        FileStore(tmp_path, **options)  # type: ignore[arg-type]
+
+
 def test_a_closed_store_says_so(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     info, kv = entry(3)
@@ -292,24 +313,39 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
         lambda: store.forms("one", "f", info.content),
         lambda: store.entries(),
         lambda: store.verify(),
+        lambda: store.gc(),
+        lambda: store.compact(),
+        lambda: store.usage(),
+        lambda: store.pin([info.key]),
+        lambda: store.lease([info.key], 1.0),
     ):
         with pytest.raises(StoreError, match="was closed"):
             use()
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_full_or_broken_disk_leaves_nothing_behind(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = FileStore(tmp_path)
+    store.put([entry(4)])
+    known = where(tmp_path)[entry(4)[0].key.hex].file
 
-    def full(tensors: Any, path: Path, metadata: Any) -> None:
-        Path(path).write_bytes(b"half a file")
-        raise OSError(28, "No space left on device")
+    def full(descriptor: int, buffers: list[memoryview]) -> int:
+        os.write(descriptor, bytes(buffers[0])[:17])
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(file_store, "save_file", full)
-    with pytest.raises(StoreError, match="No space left"):
-        store.put([entry(3)])
+    with monkeypatch.context() as patch:
+        patch.setattr(segments.os, "writev", full)
+        with pytest.raises(StoreError, match=rf"2 chunks could not be written.*{os.strerror(number)}.*try again"):
+            store.put([entry(3), entry(4)])
     assert store.info(entry(3)[0].key) is None
+    assert torch.equal(store.load(entry(4)[0].key), entry(4)[1])
     assert store.verify().clean
-    assert not list(tmp_path.rglob("*.safetensors"))
+    store.put([entry(3)])
+    assert torch.equal(store.load(entry(3)[0].key), entry(3)[1])
+    assert where(tmp_path)[entry(3)[0].key.hex].file != known  # a file that failed once is left alone
+    assert store.verify().clean
 
 
 @pytest.mark.skipif(os.name == "nt", reason="limits and /dev are POSIX")
@@ -337,47 +373,115 @@ def test_a_process_out_of_file_handles_does_not_throw_chunks_away(tmp_path: Path
     assert torch.equal(store.load(info.key), kv)
 
 
-@pytest.mark.parametrize("other", ["verify", "delete"])
-def test_nobody_removes_a_file_between_its_rename_and_its_entry(
-    other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While a writer stands between the two steps, another process repairs the store or deletes the same key."""
+def test_maps_of_a_growing_segment_keep_no_handles(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    held = []
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(40):
+        store.put([entry(number)])
+        held.append(store.load(entry(number)[0].key))
+    assert len(os.listdir("/proc/self/fd")) <= before + 3
+    assert all(torch.equal(kv, entry(number)[1]) for number, kv in enumerate(held))
+
+
+@pytest.mark.parametrize("other", ["repair", "delete", "compact", "gc"])
+@pytest.mark.parametrize("point", ["segment.locked", "segment.created", "put.appended", "put.synced"])
+def test_nobody_takes_away_what_is_about_to_be_entered(other: str, point: str, tmp_path: Path) -> None:
+    """While a writer stands between two steps, another process cleans up or deletes the same key."""
     writer, cleaner = FileStore(tmp_path), FileStore(tmp_path)
     info, kv = entry(3)
-    cleaner.put([entry(4), *([(info, kv)] if other == "delete" else [])])
-    threads = []
-    sync = file_store._fsync_directory
+    cleaner.put([entry(4), (info, kv)])
+    passed = []
 
-    def meanwhile(path: Path) -> None:
-        sync(path)
-        if (tmp_path / "kv" / info.key.hex[:2] / f"{info.key}.safetensors").exists() and not threads:
-            work = (lambda: cleaner.verify(repair=True)) if other == "verify" else lambda: cleaner.delete([info.key])
-            threads.append(threading.Thread(target=work))
-            threads[0].start()
-            threads[0].join(timeout=0.5)
+    def meanwhile(name: str) -> None:
+        if name == point and not passed:
+            passed.append(name)
+            work = {
+                "repair": lambda: cleaner.verify(repair=True),
+                "delete": lambda: cleaner.delete([info.key]),
+                "compact": lambda: cleaner.compact(live_share=1.0),
+                "gc": cleaner.gc,
+            }
+            thread = threading.Thread(target=work[other])
+            thread.start()
+            thread.join(timeout=20)
+            assert not thread.is_alive()
 
-    monkeypatch.setattr(file_store, "_fsync_directory", meanwhile)
-    writer.put([(info, kv + 1)])
-    threads[0].join()
-    if other == "verify":
-        assert torch.equal(writer.load(info.key), kv + 1)
-    assert writer.verify().clean
+    with faults.install(meanwhile):
+        writer.put([(info, kv + 1)])
+    assert passed
+    for store in (writer, cleaner):
+        assert torch.equal(store.load(info.key), kv + 1)
+        assert torch.equal(store.load(entry(4)[0].key), entry(4)[1])
+        assert store.verify().clean
 
 
-def test_a_chunk_stored_again_while_it_is_deleted_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, cleaner = FileStore(tmp_path), FileStore(tmp_path)
+# -- read-only -------------------------------------------------------------------------------------------------
+
+
+def _use_read_only(store: FileStore) -> None:
     info, kv = entry(3)
-    writer.put([(info, kv)])
-    enter, entered = cleaner._transaction, []
+    assert store.read_only
+    assert torch.equal(store.load(info.key), kv)
+    assert store.known([info.key, entry(5)[0].key]) == {info.key}
+    assert len(list(store.entries())) == len(store.forms("one", "f", info.content)) == 1
+    assert store.verify().clean
+    assert store.usage().chunks == 1
+    for change in (
+        lambda: store.put([(info, kv)]),
+        lambda: store.delete([info.key]),
+        lambda: store.lease([info.key], 1.0),
+        lambda: store.compact(),
+        lambda: store.gc(),
+        lambda: store.pin([info.key]),
+        lambda: store.set_quota("one", 5),
+        lambda: store.verify(repair=True),
+    ):
+        with pytest.raises(StoreError, match="for reading only"):
+            change()
+    store.close()
 
-    def transaction() -> Any:
-        if len(entered) == 1:  # the entry is gone, the file still there
-            writer.put([(info, kv)])
-        entered.append(1)
-        return enter()
 
-    monkeypatch.setattr(cleaner, "_transaction", transaction)
-    assert cleaner.delete([info.key]) == 1
-    assert len(entered) == 2
-    assert cleaner.verify().clean
-    assert torch.equal(cleaner.load(info.key), kv)
+def test_a_store_is_opened_for_reading_only(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cannot be opened"):
+        FileStore(tmp_path, read_only=True)
+    writer = FileStore(tmp_path)
+    writer.put([entry(3)])
+    _use_read_only(FileStore(tmp_path, read_only=True))
+    writer.close()
+    before = (tmp_path / "catalogue.sqlite").read_bytes()
+    _use_read_only(FileStore(tmp_path, read_only=True))
+    assert (tmp_path / "catalogue.sqlite").read_bytes() == before
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_store_of_somebody_else_is_opened_for_reading_only(tmp_path_factory: pytest.TempPathFactory) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as name:  # pytest's own folders are closed to others
+        root = Path(name)
+        root.chmod(0o755)
+        store = FileStore(root / "store")
+        store.put([entry(3)])
+        store.close()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.setuid(65534)
+                _use_read_only(FileStore(root / "store"))
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_damage_in_a_store_for_reading_only_is_a_miss(tmp_path: Path) -> None:
+    writer = FileStore(tmp_path)
+    writer.put([entry(3)])
+    damage(tmp_path)
+    reader = FileStore(tmp_path, read_only=True)
+    for _ in range(2):
+        with pytest.raises(ChunkNotFoundError, match="set aside"):
+            reader.load(entry(3)[0].key)
+    assert writer.info(entry(3)[0].key) is not None

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from epic_rag.defaults import BUILT_IN
+from tests.damage import damage, where
 from tests.rag.conftest import Run
 
 
@@ -60,13 +61,11 @@ def test_store_commands(run: Run, store: Path) -> None:
     assert stats["kv_bytes"] > 0
 
     assert run("store", "verify", "--store", str(store))[0] == 0
-    victim = next((store / "chunks" / "kv").glob("*/*.safetensors"))
-    raw = bytearray(victim.read_bytes())
-    raw[-1] ^= 1
-    victim.write_bytes(raw)
+    victim = next(iter(where(store / "chunks")))
+    damage(store / "chunks", victim)
     code, out, _ = run("store", "verify", "--store", str(store), "--json")
     assert code == 1
-    assert json.loads(out)["corrupt"] == [victim.stem]
+    assert json.loads(out)["corrupt"] == [victim]
     assert run("store", "verify", "--store", str(store), "--repair")[0] == 0
     assert run("store", "verify", "--store", str(store))[0] == 0
 

@@ -12,6 +12,7 @@ from epic_engine import ConfigError, ContextLengthError, Engine, SamplingParams
 from epic_rag.prompt import TextPart
 from epic_rag.prompt_stream import PromptStream, chat_stream
 from epic_rag.texts import CompiledTexts, TextItem, cut_known
+from tests.damage import damage
 from tests.rag.stack import TEXTS, model, tokenizer
 
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -83,10 +84,7 @@ def test_damaged_and_lost_kv_is_compiled_again(
     texts: CompiledTexts, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     want = direct(texts)
-    for file in (tmp_path / "chunks" / "kv").glob("*/*.safetensors"):
-        raw = bytearray(file.read_bytes())
-        raw[-5] ^= 0xFF
-        file.write_bytes(raw)
+    assert damage(tmp_path / "chunks")
     with (
         caplog.at_level(logging.WARNING),
         Engine(model(), tokenizer=tokenizer(), selftest=False, store=tmp_path / "chunks") as again,

@@ -16,7 +16,8 @@ from epic_engine.chunks import ChunkKey
 from epic_engine.config import SamplingParams
 from epic_engine.engine import Engine
 from epic_engine.errors import InsufficientResourcesError
-from epic_engine.memory.store import ChunkInfo, MemoryStore
+from epic_engine.storage.memory_store import MemoryStore
+from epic_engine.storage.store import ChunkInfo
 
 from .model_numerics import NOT_CAPTURED, captured, token_ids
 from .report import Report, tidy

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from epic_engine.attention.select import interpreted
-from epic_engine.memory.store import available_memory
+from epic_engine.memory.budget import available_memory
 
 __all__ = ["Timing", "copy_bandwidth", "environment", "free_memory", "l2_bytes", "measure", "synchronise"]
 

@@ -14,8 +14,8 @@ from epic_engine.memory.paged_kv import PagedKV
 from epic_engine.memory.pages import PagePool
 from epic_engine.memory.prefix_cache import PrefixCache
 from epic_engine.memory.residency import Lease, Residency
-from epic_engine.memory.store import ChunkInfo
 from epic_engine.model.decoder import AttentionStep, Decoder
+from epic_engine.storage.store import ChunkInfo
 
 from .layout import Body, Layout, LinkPlan
 from .linked import LinkedPrompt

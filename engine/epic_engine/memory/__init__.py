@@ -1,1 +1,1 @@
-"""Where KV lives: the store on disk and the cache of exact prefixes."""
+"""Where KV lives while it is used: pages, resident chunks, and the cache of exact prefixes."""

@@ -1,4 +1,4 @@
-"""How much memory the KV may take, from what the user wrote."""
+"""How much memory there is, and how much of it the KV may take, from what the user wrote."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from epic_engine.errors import ConfigError
 
-__all__ = ["format_bytes", "parse_memory"]
+__all__ = ["available_memory", "format_bytes", "parse_memory"]
 
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{p}b": 1000**i for i, p in enumerate("kmgt", start=1)}
@@ -69,3 +69,15 @@ def format_bytes(count: int) -> str:
         if abs(count) >= 1 << power:
             return f"{count / (1 << power):.1f} {unit}"
     return f"{count} bytes"
+
+
+def available_memory() -> int:
+    """Bytes of memory that can be had without swapping; a large number where the system does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 1 << 62

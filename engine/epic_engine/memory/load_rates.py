@@ -7,8 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from epic_engine.chunks import ChunkKey
-
-from .store import ChunkInfo
+from epic_engine.storage.store import ChunkInfo
 
 __all__ = ["LoadRates"]
 

@@ -28,6 +28,7 @@ from epic_engine.errors import (
     OutOfPagesError,
     StoreError,
 )
+from epic_engine.storage.store import ChunkInfo, ChunkStore
 
 from .ledger import ChunkEntry, Extent
 from .load_rates import LoadRates
@@ -35,7 +36,6 @@ from .loader import Loader
 from .maps import disk_bytes_read, in_memory
 from .pages import PagePool
 from .resident import Load, MappedResident, PooledResident, Resident, StreamedResident
-from .store import ChunkInfo, ChunkStore
 
 __all__ = ["Lease", "Residency"]
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from epic_engine.errors import ConfigError, InsufficientResourcesError, ModelLoadError, UnsupportedModelError
-from epic_engine.memory.store import available_memory
+from epic_engine.memory.budget import available_memory
 
 from .gguf import load_gguf, smollm2_file
 from .quiet import quiet

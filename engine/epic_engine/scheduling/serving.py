@@ -14,13 +14,14 @@ from epic_engine.config import EngineConfig
 from epic_engine.contexts import CompileContext
 from epic_engine.errors import OutOfPagesError
 from epic_engine.linking.linker import Linker, LinkRequest
-from epic_engine.memory.budget import format_bytes, parse_memory
+from epic_engine.memory.budget import available_memory, format_bytes, parse_memory
 from epic_engine.memory.pages import PagePool
 from epic_engine.memory.prefix_cache import PrefixCache
 from epic_engine.memory.residency import Residency
-from epic_engine.memory.store import ChunkInfo, ChunkStore, available_memory
 from epic_engine.metrics import Metrics
 from epic_engine.model.decoder import Decoder
+from epic_engine.storage.payload import rounded
+from epic_engine.storage.store import ChunkInfo, ChunkStore
 
 from .cost import PassCost
 from .decode_graphs import decode_graphs
@@ -144,6 +145,7 @@ class Serving:
 def _recompiling(compiler: Compiler, loop: StepLoop) -> Callable[[ChunkInfo], Tensor]:
     def recompile(info: ChunkInfo) -> Tensor:
         where = CompileContext(info.context, info.context_ids) if info.context_ids else CompileContext("isolated")
-        return compiler.compile([info.token_ids], where, loop.fill)[0]
+        # As the store would give it: an answer must not depend on which was quicker.
+        return rounded(compiler.compile([info.token_ids], where, loop.fill)[0], info.encoding)
 
     return recompile

@@ -1,0 +1,1 @@
+"""Where compiled chunks are kept: in memory, or in one directory of files."""
