@@ -32,6 +32,9 @@ def evaluate(
         str, typer.Option(help="Comma-separated; full always runs.")
     ] = "naive,legolink:16,query_aware:0.1",
     contexts: Annotated[str, typer.Option(help="Compile contexts, comma-separated.")] = "isolated,neighbours:2",
+    kv_dtypes: Annotated[
+        str, typer.Option(help="What compiled chunks are kept as, comma-separated: auto, bf16, int8, fp8.")
+    ] = "auto",
     limit: Annotated[int, typer.Option(min=1, help="Examples to take.")] = 20,
     seed: Annotated[int, typer.Option(help="Of generated examples and of the intervals.")] = 0,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer in tokens.")] = 32,
@@ -47,7 +50,7 @@ def evaluate(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
 ) -> None:
     """Answer quality and fidelity of link policies against full computation. With --json a stopped run goes on."""
-    from epic_engine import parse_policies
+    from epic_engine import ConfigError, EngineConfig, parse_policies
 
     from epic_rag.compiling import parse_context_name
     from epic_rag.evaluation.datasets import load
@@ -58,6 +61,11 @@ def evaluate(
     wanted = tuple(c.strip() for c in contexts.split(",") if c.strip())
     for context in wanted:
         parse_context_name(context)
+    kept = tuple(k.strip() for k in kv_dtypes.split(",") if k.strip())
+    if not kept:
+        raise ConfigError("--kv-dtypes names nothing to compare: 'auto' keeps chunks as the model computes them.")
+    for kv_dtype in kept:
+        EngineConfig(kv_dtype=kv_dtype)
     if html is not None:
         require_matplotlib()
     load(dataset, limit=1, seed=seed)
@@ -65,6 +73,7 @@ def evaluate(
         from epic_engine import Engine
 
         from epic_rag.benchmarks.ttft import machine
+        from epic_rag.evaluation.engines import engines_of
         from epic_rag.evaluation.runner import EvalSettings, Evaluation
         from epic_rag.evaluation.summary import summarise
 
@@ -74,8 +83,9 @@ def evaluate(
             from epic_rag.retrieval import MiniLMEmbedder
 
             embedder = MiniLMEmbedder()
-    with engine:
-        evaluation = Evaluation(engine, EvalSettings(dataset, names, wanted, seed, max_tokens), embedder=embedder)
+    with engine, engines_of(engine, kept) as engines:
+        settings = EvalSettings(dataset, names, wanted, seed, max_tokens, kept)
+        evaluation = Evaluation(engine, settings, embedder=embedder, engines=engines)
         examples = load(
             dataset, limit=limit, seed=seed, count_tokens=lambda t: len(evaluation.composer.tokenizer.encode_text(t))
         )
@@ -99,6 +109,8 @@ def evaluate(
         title = f"{Path(dataset).name} with {facts['model']} ({facts['settings']['dtype']})"
         write_report(html, summary, results, title=title, command=facts["command"], machine=facts["machine"])
     out.print(_table(dataset, summary))
+    if summary.rounded:
+        out.print(_rounding_table(summary))
     if summary.skipped:
         out.print(f"{summary.skipped} examples did not fit the model and were left out", highlight=False)
 
@@ -107,6 +119,7 @@ def _table(dataset: str, summary: Summary) -> Table:
     from epic_rag.evaluation.report import figure_text, interval_text
 
     def cell(interval: Interval, digits: int = 2, *, percent: bool = False) -> str:
+        digits = 0 if percent else digits
         mean = figure_text(interval.mean, digits, percent=percent)
         return f"{mean}\n[dim]{interval_text(interval, digits, percent=percent)}[/dim]"
 
@@ -118,7 +131,7 @@ def _table(dataset: str, summary: Summary) -> Table:
     for arm in summary.arms:
         table.add_row(
             arm.policy,
-            arm.context,
+            arm.compiled,
             f"{arm.rows:.0f}",
             f"{arm.rows_share:.1%}",
             cell(arm.score, percent=True),
@@ -128,5 +141,23 @@ def _table(dataset: str, summary: Summary) -> Table:
             cell(arm.nll),
             f"{arm.ttft_s:.3f} s",
             f"{arm.speedup:.1f}×",
+        )
+    return table
+
+
+def _rounding_table(summary: Summary) -> Table:
+    from epic_rag.evaluation.report import figure_text, interval_text
+
+    table = Table(title="chunks kept in a narrower type, against the same chunks as the model computes them")
+    for name in ("policy", "context", "KL", "95 %", "top-1", "95 %"):
+        table.add_column(name, justify="left" if name in ("policy", "context") else "right", no_wrap=True)
+    for arm in summary.rounded:
+        table.add_row(
+            arm.policy,
+            arm.compiled,
+            figure_text(arm.kv_kl.mean, 5),
+            interval_text(arm.kv_kl, 5),
+            figure_text(arm.kv_agreement.mean, 2, percent=True),
+            interval_text(arm.kv_agreement, 2, percent=True),
         )
     return table

@@ -79,7 +79,7 @@ def quality_over_cost(arms: Sequence[ArmSummary], theme: Theme = LIGHT) -> bytes
     figure, axes = _figure(theme, 1, 2, 11.5, 5.1)
     left, right = axes[0]
     policies = [p for p in dict.fromkeys(a.policy for a in arms) if p != "full"]
-    contexts = [c for c in dict.fromkeys(a.context for a in arms) if c]
+    contexts = [c for c in dict.fromkeys(a.compiled for a in arms) if c]
     colours = {"full": _FULL, **{p: _COLOURS[i % len(_COLOURS)] for i, p in enumerate(policies)}}
     markers = {"": "*", **{c: _MARKERS[i % len(_MARKERS)] for i, c in enumerate(contexts)}}
     for axis, kept in ((left, False), (right, True)):
@@ -131,14 +131,14 @@ def _panel(
     for arm in arms:
         value = arm.kept if kept else arm.kl
         # Contexts of one policy cost the same: set side by side, they do not hide each other.
-        nudge = 1.06 ** (contexts.index(arm.context) - middle) if arm.context else 1.0
+        nudge = 1.06 ** (contexts.index(arm.compiled) - middle) if arm.compiled else 1.0
         x = arm.rows_share * nudge
         points.append((x, value.mean))
     cost = [(arm.rows_share, -y if kept else y) for arm, (_, y) in zip(arms, points, strict=True)]
     front = pareto_front(cost)
     for number, (arm, (x, _)) in enumerate(zip(arms, points, strict=True)):
         edge = theme.ink if number in front else theme.paper
-        _point(axis, x, arm.kept if kept else arm.kl, colours[arm.policy], markers[arm.context], edge)
+        _point(axis, x, arm.kept if kept else arm.kl, colours[arm.policy], markers[arm.compiled], edge)
     axis.plot(
         [points[i][0] for i in front],
         [points[i][1] for i in front],
@@ -183,8 +183,7 @@ def needle_map(results: Sequence[ExampleResult], theme: Theme = LIGHT) -> bytes 
         if {"depth", "length"} <= result.group.keys():
             for arm in result.arms:
                 if arm.score is not None:
-                    label = f"{arm.policy} · {arm.context}" if arm.context else arm.policy
-                    cells[label][result.group["depth"], result.group["length"]].append(arm.score)
+                    cells[arm.label][result.group["depth"], result.group["length"]].append(arm.score)
     if not cells:
         return None
     depths = sorted({d for found in cells.values() for d, _ in found}, key=float)

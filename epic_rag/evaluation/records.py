@@ -15,15 +15,20 @@ from typing import Any, Self
 
 from epic_rag.errors import RagError
 
-__all__ = ["ArmResult", "ExampleResult", "RecordFile"]
+__all__ = ["ArmResult", "ExampleResult", "RecordFile", "compiled_label"]
 
 # Lines between two calls of fsync: after a power cut at most these examples are measured again.
 _SYNC_EVERY = 4
 
 
+def compiled_label(context: str, kv_dtype: str) -> str:
+    """How an arm's chunks were compiled and kept; empty where it uses none."""
+    return context if kv_dtype == "auto" else f"{context} · {kv_dtype}"
+
+
 @dataclass(frozen=True)
 class ArmResult:
-    """One example under one policy and compile context.
+    """One example under one policy, compile context and type of stored KV.
 
     Attributes
     ----------
@@ -45,6 +50,11 @@ class ArmResult:
         Tokens of the prompt, rows computed to link it, and linked tokens computed anew.
     ttft_s
         Seconds to the first token.
+    kv_dtype
+        What compiled chunks were kept as; ``"auto"`` where none is used.
+    kv_kl, kv_agreement
+        As ``kl`` and ``agreement``, but against the same policy and context with ``"auto"``: what rounding stored KV
+        alone changes. None where that was not measured, and for ``"auto"`` itself.
     """
 
     policy: str
@@ -59,6 +69,15 @@ class ArmResult:
     rows: int
     recomputed: int
     ttft_s: float
+    kv_dtype: str = "auto"
+    kv_kl: float | None = None
+    kv_agreement: float | None = None
+
+    @property
+    def label(self) -> str:
+        """For legends and tables."""
+        compiled = compiled_label(self.context, self.kv_dtype)
+        return f"{self.policy} · {compiled}" if compiled else self.policy
 
 
 @dataclass(frozen=True)

@@ -38,14 +38,16 @@ code, pre { font: 13px/1.5 ui-monospace, monospace; } pre { white-space: pre-wra
 """
 
 
-def figure_text(value: float | None, digits: int = 2, *, percent: bool = False) -> str:
-    """A figure as text; a dash where there is none."""
+def figure_text(value: float | None, digits: int | None = None, *, percent: bool = False) -> str:
+    """A figure as text, with two digits behind the point, or none in percent; a dash where there is no figure."""
     if value is None or not np.isfinite(value):
         return "–"
-    return f"{value:.0%}" if percent else f"{value:.{digits}f}"
+    if percent:
+        return f"{value:.{digits or 0}%}"
+    return f"{value:.{2 if digits is None else digits}f}"
 
 
-def interval_text(interval: Interval, digits: int = 2, *, percent: bool = False) -> str:
+def interval_text(interval: Interval, digits: int | None = None, *, percent: bool = False) -> str:
     """An interval's two ends as text, empty where there is none."""
     if not np.isfinite(interval.mean):
         return ""
@@ -116,6 +118,7 @@ def write_report(
         f"<p>An answer counts as right from a score of {RIGHT:g}. KL, top-1 and first token compare the predictions "
         "of full computation's own greedy answer. NLL is the gold answer’s, per token. Times depend on the machine "
         "and the moment: compare the ratio.</p>",
+        *_rounding(summary.rounded),
         *_groups(summary),
         *_answers(results),
         "<h2>Run</h2>",
@@ -154,7 +157,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -
     return f'<div class="scroll"><table{attribute}><thead><tr>{cells}</tr></thead>\n<tbody>{body}</tbody></table></div>'
 
 
-def _with_interval(interval: Interval, digits: int = 2, *, percent: bool = False) -> str:
+def _with_interval(interval: Interval, digits: int | None = None, *, percent: bool = False) -> str:
     mean = figure_text(interval.mean, digits, percent=percent)
     return f"{mean}<small>{interval_text(interval, digits, percent=percent)}</small>"
 
@@ -187,6 +190,21 @@ def _policies(arms: Sequence[ArmSummary]) -> str:
     return _table(head, rows)
 
 
+def _rounding(arms: Sequence[ArmSummary]) -> list[str]:
+    """What keeping chunks in a narrower type changes by itself."""
+    if not arms:
+        return []
+    rows = [
+        [escape(arm.label), _with_interval(arm.kv_kl, 5), _with_interval(arm.kv_agreement, 2, percent=True)]
+        for arm in arms
+    ]
+    return [
+        "<h2>Stored KV</h2>",
+        _table(["policy · context · stored", "KL", "top-1"], rows),
+        "<p>Against the same policy and context with chunks kept as the model computes them, over the same tokens.</p>",
+    ]
+
+
 def _groups(summary: Summary) -> list[str]:
     parts = []
     for dimension, values in summary.groups.items():
@@ -217,8 +235,7 @@ def _answers(results: Sequence[ExampleResult]) -> list[str]:
     for result in changed:
         by_answer: dict[str, list[str]] = {}
         for arm in result.arms:
-            label = f"{arm.policy} · {arm.context}" if arm.context else arm.policy
-            by_answer.setdefault(arm.answer, []).append(label + (" ✓" if (arm.score or 0) >= RIGHT else ""))
+            by_answer.setdefault(arm.answer, []).append(arm.label + (" ✓" if (arm.score or 0) >= RIGHT else ""))
         for number, (answer, labels) in enumerate(by_answer.items()):
             rows.append(["" if number else escape(result.example_id), escape(", ".join(labels)), escape(answer)])
     return ["<h2>Answers that differ</h2>", _table(["example", "policies (✓ right)", "answer"], rows, "text")]

@@ -1,20 +1,24 @@
-"""Measures examples under every policy and compile context, against full computation of the same token ids.
+"""Measures examples under every policy, compile context and type of stored KV, against full computation of the same
+token ids.
 
 Per example, ``full`` comes first: its greedy answer, and its predictions of that answer and of the gold answer. Each
 other arm then predicts the same tokens (teacher forcing) behind the same prompt, linked::
 
     [head: exact][document: compiled]…[question: computed] │ full's answer, its end │  → KL, agreement
                                                            │ gold answer            │  → likelihood
+
+What stored KV loses in a narrower type is measured against the same arm with KV as the model computes it, too: linking
+moves answers further than rounding does, and would hide it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,22 +26,23 @@ from epic_engine import ChunkKey, Engine, LinkedPrompt, RequestStats, __version_
 from epic_engine.detokenizer import Detokenizer
 from epic_engine.errors import ConfigError, ContextLengthError
 from numpy.typing import NDArray
+from torch import Tensor
 
 from epic_rag.compiling import parse_context_name
 from epic_rag.errors import RagError
 from epic_rag.evaluation.example import EvalExample
 from epic_rag.evaluation.metrics import kl_divergence, negative_log_likelihood, score_answer, top1_agreement
-from epic_rag.evaluation.records import ArmResult, ExampleResult, RecordFile
+from epic_rag.evaluation.records import ArmResult, ExampleResult, RecordFile, compiled_label
 from epic_rag.evaluation.stores import DataSetStores, DocumentStore
 from epic_rag.prompt import PromptComposer
 from epic_rag.retrieval import Embedder
 
-__all__ = ["EvalSettings", "Evaluation"]
+__all__ = ["Arm", "EvalSettings", "Evaluation"]
 
 Prompt = list[tuple[int, ...] | ChunkKey]
 Progress = Callable[[int, int], None]
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,9 @@ class EvalSettings:
         String forms; ``full`` always runs, named or not.
     contexts
         Compile contexts in string form.
+    kv_dtypes
+        What compiled chunks are kept as: values of :attr:`EngineConfig.kv_dtype <epic_engine.EngineConfig>`; none is
+        the engine's own.
     max_tokens
         Longest greedy answer.
     """
@@ -61,19 +69,37 @@ class EvalSettings:
     contexts: tuple[str, ...] = ("isolated",)
     seed: int = 0
     max_tokens: int = 32
+    kv_dtypes: tuple[str, ...] = ()
+
+
+class Arm(NamedTuple):
+    """What is compared: a policy, and how chunks are compiled and kept.
+
+    Attributes
+    ----------
+    policy, context
+        In string form; the context is empty where compiled chunks are not used.
+    kv_dtype
+        What chunks are kept as.
+    """
+
+    policy: str
+    context: str
+    kv_dtype: str = "auto"
 
 
 @dataclass(frozen=True)
-class _Arm:
-    """One prompt linked under one policy."""
+class _Linked:
+    """One prompt linked under one arm."""
 
-    context: str
+    arm: Arm
+    engine: Engine
     linked: LinkedPrompt
     seconds: float
 
 
 class Evaluation:
-    """Runs one comparison on one engine.
+    """Runs one comparison on one model.
 
     Parameters
     ----------
@@ -85,11 +111,14 @@ class Evaluation:
         For compile contexts that look for similar chunks.
     store
         Where documents are compiled; by default the stores that the data set speaks of.
+    engines
+        Further engines of the same model by their ``kv_dtype``; see :func:`~epic_rag.evaluation.engines.engines_of`.
 
     Raises
     ------
     ConfigError
-        If a policy or context is unknown, nothing is to be compared, or neighbours are asked for without embedder.
+        If a policy or context is unknown, nothing is to be compared, a ``kv_dtype`` has no engine, or neighbours are
+        asked for without embedder.
     """
 
     def __init__(
@@ -99,14 +128,21 @@ class Evaluation:
         *,
         embedder: Embedder | None = None,
         store: DocumentStore | None = None,
+        engines: Mapping[str, Engine] | None = None,
     ) -> None:
         if engine.tokenizer is None:
             raise ConfigError("an evaluation asks questions in words: pass tokenizer=… to Engine().")
         if not settings.contexts:
             raise ConfigError("there is no compile context to compare: name at least one, such as 'isolated'.")
         self.engine = engine
+        self.engines = {**(engines or {}), engine.config.kv_dtype: engine}
         self.settings = settings
+        kv_dtypes = tuple(dict.fromkeys(settings.kv_dtypes)) or (engine.config.kv_dtype,)
+        for kv_dtype in kv_dtypes:
+            if kv_dtype not in self.engines:
+                raise ConfigError(f"no engine keeps chunks as {kv_dtype!r}: pass engines=… of engines_of().")
         self.store = store or DataSetStores(engine, PromptComposer(engine.tokenizer), embedder)
+        self.stores = {name: self.store if e is engine else self.store.on(e) for name, e in self.engines.items()}
         self.composer = self.store.composer
         self._composers: dict[str | None, PromptComposer] = {None: self.composer}
         self._ends = frozenset(self.composer.stop_token_ids) | engine.spec.end_ids
@@ -117,9 +153,8 @@ class Evaluation:
         self._wants_neighbours = any(parse_context_name(c)[0] == "neighbours" for c in contexts)
         if store is None and embedder is None and self._wants_neighbours:
             raise ConfigError("neighbours are chosen by their embeddings: pass embedder=… to Evaluation().")
-        self.arms: list[tuple[str, str]] = [("full", ""), *((p, "") for p in alone)]
-        """Pairs of policy and context; an empty context where compiled chunks are not used."""
-        self.arms += [(policy, context) for context in contexts for policy in linked]
+        self.arms = [Arm("full", ""), *(Arm(p, "") for p in alone)]
+        self.arms += [Arm(p, context, kept) for context in contexts for p in linked for kept in kv_dtypes]
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -128,7 +163,8 @@ class Evaluation:
             "format": _FORMAT,
             "version": __version__,
             **asdict(self.settings),
-            "policies": [f"{policy} @ {context}" if context else policy for policy, context in self.arms],
+            "kv_dtypes": list(dict.fromkeys(arm.kv_dtype for arm in self.arms if arm.context)),
+            "policies": [f"{p} @ {compiled_label(c, kept)}" if c else p for p, c, kept in self.arms],
             "model": self.engine.fingerprint,
             "dtype": str(self.engine.spec.dtype).removeprefix("torch."),
             "device": self.engine.device.type,
@@ -187,7 +223,7 @@ class Evaluation:
     ) -> dict[str, ExampleResult]:
         found = {e.digest: earlier[e.digest] for e in examples if e.digest in earlier}
         pending = [e for e in examples if e.digest not in found]
-        before = {info.key for info in self.engine.store.entries()}
+        before = {info.key for engine in self.engines.values() for info in engine.store.entries()}
         if progress:
             progress(len(found), len(examples))
         if pending:
@@ -207,7 +243,8 @@ class Evaluation:
         return found
 
     def _forget_but(self, before: set[ChunkKey]) -> None:
-        self.engine.forget([info.key for info in list(self.engine.store.entries()) if info.key not in before])
+        for engine in self.engines.values():
+            engine.forget([info.key for info in list(engine.store.entries()) if info.key not in before])
 
     def measure(self, example: EvalExample) -> ExampleResult:
         """Measure one example under every arm; a prompt that does not fit the model is skipped and says so."""
@@ -221,11 +258,14 @@ class Evaluation:
             return ExampleResult(example.example_id, example.digest, dict(example.group), skipped=why)
         plain: Prompt = [composer.head_ids, *parts, tail]
         try:
-            prompts = {c: [*self.link(composer, parts, example, c), tail] for c in self.settings.contexts}
+            prompts = {
+                (context, kept): [*self.link(composer, parts, example, context, kept), tail]
+                for context, kept in dict.fromkeys((arm.context, arm.kv_dtype) for arm in self.arms if arm.context)
+            }
         except ContextLengthError as error:
             return ExampleResult(example.example_id, example.digest, dict(example.group), skipped=str(error))
         room = max(self.settings.max_tokens, len(gold))
-        arms = [self._linked(prompts.get(context, plain), policy, context, room) for policy, context in self.arms]
+        arms = [self._linked(prompts.get((arm.context, arm.kv_dtype), plain), arm, room) for arm in self.arms]
         results = self._compare(arms, example, gold)
         return ExampleResult(example.example_id, example.digest, dict(example.group), tuple(results))
 
@@ -242,31 +282,41 @@ class Evaluation:
         return tuple(composer.tokenizer.encode_text(lead + example.answers[0]))
 
     def link(
-        self, composer: PromptComposer, parts: Sequence[tuple[int, ...]], example: EvalExample, context: str
+        self,
+        composer: PromptComposer,
+        parts: Sequence[tuple[int, ...]],
+        example: EvalExample,
+        context: str,
+        kv_dtype: str | None = None,
     ) -> Prompt:
         """Compile a prompt's head and documents; returns all of its segments but the tail."""
-        head = self.engine.compile(composer.head_ids, "isolated")
+        kv_dtype = kv_dtype or self.engine.config.kv_dtype
+        head = self.engines[kv_dtype].compile(composer.head_ids, "isolated")
         # Documents are compiled under the default head whatever the request's: a store outlives its requests.
-        return [head, *self.store.keys(example, parts, context)]
+        return [head, *self.stores[kv_dtype].keys(example, parts, context)]
 
-    def _linked(self, prompt: Prompt, policy: str, context: str, room: int) -> _Arm:
+    def _linked(self, prompt: Prompt, arm: Arm, room: int) -> _Linked:
+        engine = self.engines[arm.kv_dtype] if arm.context else self.engine
         begin = time.perf_counter()
-        linked = self.engine.link(prompt, policy=policy, room=room)
-        return _Arm(context, linked, time.perf_counter() - begin)
+        linked = engine.link(prompt, policy=arm.policy, room=room)
+        return _Linked(arm, engine, linked, time.perf_counter() - begin)
 
-    def _compare(self, arms: Sequence[_Arm], example: EvalExample, gold: tuple[int, ...]) -> list[ArmResult]:
+    def _compare(self, arms: Sequence[_Linked], example: EvalExample, gold: tuple[int, ...]) -> list[ArmResult]:
         """Answers of all arms, and how well they predict those of the first, which is ``full``."""
-        answers = self._answers([arm.linked for arm in arms])
+        answers = self._answers(arms)
         # The end of an answer is a prediction too. Any id stands for it: the last one of a continuation is not read.
         own, ended = answers[0]
         predictions = self._predictions(arms, (*own, *sorted(self._ends)[:1]) if ended else own)
         likelihood = self._predictions(arms, gold) if gold else [None] * len(arms)
+        unrounded = {a.arm[:2]: p for a, p in zip(arms, predictions, strict=True) if a.arm.kv_dtype == "auto"}
         results = []
-        for arm, (tokens, _), logits, golden in zip(arms, answers, predictions, likelihood, strict=True):
+        for linked, (tokens, _), logits, golden in zip(arms, answers, predictions, likelihood, strict=True):
             stats = RequestStats()
-            arm.linked.count(stats)
+            linked.linked.count(stats)
             text = self._text(tokens)
             agree = top1_agreement(predictions[0], logits)
+            arm = linked.arm
+            same = None if arm.kv_dtype == "auto" else unrounded.get(arm[:2])
             results.append(
                 ArmResult(
                     policy=stats.policy,
@@ -280,17 +330,20 @@ class Evaluation:
                     prompt=stats.prompt,
                     rows=stats.rows,
                     recomputed=stats.recomputed,
-                    ttft_s=arm.seconds,
+                    ttft_s=linked.seconds,
+                    kv_dtype=arm.kv_dtype,
+                    kv_kl=None if same is None else float(kl_divergence(same, logits).mean()),
+                    kv_agreement=None if same is None else float(top1_agreement(same, logits).mean()),
                 )
             )
         return results
 
-    def _answers(self, prompts: Sequence[LinkedPrompt]) -> list[tuple[tuple[int, ...], bool]]:
+    def _answers(self, arms: Sequence[_Linked]) -> list[tuple[tuple[int, ...], bool]]:
         """Greedy answers, all prompts a token at a time together, and whether each ended by itself."""
-        logits = [prompt.logits for prompt in prompts]
-        tokens: list[list[int]] = [[] for _ in prompts]
-        ended = [False] * len(prompts)
-        going = list(range(len(prompts)))
+        logits = [arm.linked.logits for arm in arms]
+        tokens: list[list[int]] = [[] for _ in arms]
+        ended = [False] * len(arms)
+        going = list(range(len(arms)))
         for left in reversed(range(self.settings.max_tokens)):
             for i in going:
                 token = int(logits[i][-1].argmax())
@@ -300,7 +353,7 @@ class Evaluation:
             going = [i for i in going if not ended[i]]
             if not (going and left):
                 break
-            for i, row in zip(going, self.engine.extend([(prompts[i], tokens[i][-1:]) for i in going]), strict=True):
+            for i, row in zip(going, _extend([(arms[i], tokens[i][-1:]) for i in going]), strict=True):
                 logits[i] = row
         return [(tuple(t), e) for t, e in zip(tokens, ended, strict=True)]
 
@@ -311,11 +364,21 @@ class Evaluation:
         detokenizer.finish()
         return detokenizer.text
 
-    def _predictions(self, arms: Sequence[_Arm], tokens: Sequence[int]) -> list[NDArray[np.float32]]:
+    def _predictions(self, arms: Sequence[_Linked], tokens: Sequence[int]) -> list[NDArray[np.float32]]:
         """Per arm the logits that predict the given tokens behind its prompt, ``(tokens, vocab)``."""
         for arm in arms:
             arm.linked.rewind()
-        behind = self.engine.extend([(arm.linked, tokens[:-1]) for arm in arms])
+        behind = _extend([(arm, tokens[:-1]) for arm in arms])
         return [
             torch.cat([arm.linked.logits.float().cpu(), rows]).numpy() for arm, rows in zip(arms, behind, strict=True)
         ]
+
+
+def _extend(batch: Sequence[tuple[_Linked, Sequence[int]]]) -> list[Tensor]:
+    """As :meth:`Engine.extend <epic_engine.Engine.extend>`, each prompt on its own engine."""
+    found: dict[int, Tensor] = {}
+    for engine in dict.fromkeys(arm.engine for arm, _ in batch):
+        mine = [i for i, (arm, _) in enumerate(batch) if arm.engine is engine]
+        rows = engine.extend([(batch[i][0].linked, batch[i][1]) for i in mine])
+        found.update(zip(mine, rows, strict=True))
+    return [found[i] for i in range(len(batch))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +37,10 @@ class DocumentStore(Protocol):
         """Compile an example's documents in a context, given their token ids."""
         ...
 
+    def on(self, engine: Engine) -> DocumentStore:
+        """The same documents, compiled by another engine of the same model."""
+        ...
+
 
 @dataclass
 class _Documents:
@@ -63,12 +68,19 @@ class DataSetStores:
         self._embedder = embedder
         self._stores: dict[str, _Documents] = {}
 
+    def on(self, engine: Engine) -> DataSetStores:
+        """The same documents, compiled by another engine; what was embedded once is shared."""
+        other = copy.copy(self)
+        other._engine = engine
+        return other
+
     def gather(self, examples: Sequence[EvalExample]) -> None:
         """Note which documents each store holds; they are embedded when neighbours are sought."""
         texts: dict[str, dict[str, None]] = defaultdict(dict)
         for example in examples:
             texts[example.corpus].update(dict.fromkeys((*example.documents, *example.others)))
-        self._stores = {name: _Documents(tuple(found)) for name, found in texts.items()}
+        self._stores.clear()
+        self._stores.update({name: _Documents(tuple(found)) for name, found in texts.items()})
 
     def keys(self, example: EvalExample, ids: Sequence[tuple[int, ...]], context: str) -> list[ChunkKey]:
         """Compile; an example that was not gathered stands in a store of its own."""
@@ -104,6 +116,10 @@ class CorpusStore:
         self.composer = rag.composer
         self._rag = rag
         self._compilers: dict[str, tuple[CorpusCompiler, Pool | None]] = {}
+
+    def on(self, engine: Engine) -> CorpusStore:
+        """Refused: a directory belongs to one engine."""
+        raise ConfigError("a directory's chunks are kept as its engine says: open it with another kv_dtype instead.")
 
     def gather(self, examples: Sequence[EvalExample]) -> None:
         """The directory knows its documents."""

@@ -1,4 +1,4 @@
-"""From results of examples to figures with intervals, per policy and compile context, over all and by group."""
+"""From results of examples to figures with intervals, per arm (policy, context, stored KV), over all and by group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from epic_rag.evaluation.intervals import Interval, bootstrap_mean, wilson
-from epic_rag.evaluation.records import ArmResult, ExampleResult
+from epic_rag.evaluation.records import ArmResult, ExampleResult, compiled_label
 
 __all__ = ["RIGHT", "ArmSummary", "Summary", "summarise"]
 
@@ -27,13 +27,13 @@ _GROUP_RESAMPLES = 500
 
 @dataclass(frozen=True)
 class ArmSummary:
-    """One policy in one compile context over a set of examples; intervals are at 95 %.
+    """One policy with one kind of compiled chunks over a set of examples; intervals are at 95 %.
 
     Attributes
     ----------
-    policy, context, examples
+    policy, context, kv_dtype, examples
         What, and over how many examples.
-    score, kl, agreement, first_token, nll
+    score, kl, agreement, first_token, nll, kv_kl, kv_agreement
         Means of the fields of :class:`~epic_rag.evaluation.records.ArmResult`.
     score_change, nll_change
         Paired differences, this minus full.
@@ -65,11 +65,19 @@ class ArmSummary:
     ttft_s: float
     speedup: float
     consistency: float | None
+    kv_dtype: str
+    kv_kl: Interval
+    kv_agreement: Interval
+
+    @property
+    def compiled(self) -> str:
+        """How its chunks were compiled and kept; empty where it uses none."""
+        return compiled_label(self.context, self.kv_dtype)
 
     @property
     def label(self) -> str:
         """For legends and tables."""
-        return f"{self.policy} · {self.context}" if self.context else self.policy
+        return f"{self.policy} · {self.compiled}" if self.compiled else self.policy
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,11 @@ class Summary:
     skipped: int
     arms: tuple[ArmSummary, ...]
     groups: dict[str, dict[str, tuple[ArmSummary, ...]]]
+
+    @property
+    def rounded(self) -> tuple[ArmSummary, ...]:
+        """Arms that were compared with the same chunks as the model computes them."""
+        return tuple(arm for arm in self.arms if not math.isnan(arm.kv_kl.mean))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: figures that do not exist are None."""
@@ -173,6 +186,9 @@ def _summary(
         ttft_s=float(np.median(ttft)),
         speedup=float(np.median(values("ttft_s", full) / ttft)),
         consistency=_consistency(arm, results),
+        kv_dtype=arm[0].kv_dtype,
+        kv_kl=interval(values("kv_kl")),
+        kv_agreement=interval(values("kv_agreement")),
     )
 
 

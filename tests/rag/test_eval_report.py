@@ -69,6 +69,36 @@ def test_the_page_is_well_formed_self_contained_and_complete(tmp_path: Path) -> 
     assert "<b>&00" in words  # escaped, so the parser gives it back
 
 
+def test_stored_types_are_arms_of_their_own(tmp_path: Path) -> None:
+    """Their names stand in tables, answers and pictures, and what rounding changed with two digits of a percent."""
+    results = [
+        ExampleResult(
+            f"e{i}",
+            f"d{i}",
+            {},
+            (
+                ArmResult("full", "", "yes", 1, 0, 1, True, 2, 100, 100, 0, 1),
+                ArmResult("naive", "head", "yes", 1, 0.1, 0.9, True, 2, 100, 100, 0, 1),
+                ArmResult("naive", "head", f"no {i}", 0, 0.1, 0.9, True, 2, 100, 100, 0, 1, "int8", 2e-5, 0.9966),
+            ),
+        )
+        for i in range(3)
+    ]
+    plain = _write(tmp_path / "plain.html", [ExampleResult(r.example_id, r.digest, {}, r.arms[:2]) for r in results])
+    written = _write(tmp_path / "page.html", results)
+    assert written[1].read_bytes() != plain[1].read_bytes()
+    page = ET.fromstring(written[0].read_text(encoding="utf-8").partition("\n")[2])
+    rows = [[" ".join(cell.itertext()) for cell in row] for row in page.iter("tr")]
+    begin = rows.index(["policy · context · stored", "KL", "top-1"])
+    label, kl, agreement = rows[begin + 1]
+    assert label == "naive · head · int8"
+    assert kl.startswith("0.00002")
+    assert agreement.startswith("99.66%")
+    assert len(rows[begin + 2]) > 3 or rows[begin + 2][0].startswith("example")  # no other arm was rounded
+    assert ["", "naive · head · int8", "no 1"] in rows
+    assert "Stored KV" not in plain[0].read_text(encoding="utf-8")
+
+
 def test_without_a_grid_or_answers_there_is_no_needle_map(tmp_path: Path) -> None:
     assert len(_write(tmp_path / "p.html", _results(lambda i: {}))) == 2
     # A single example and arms without any score still make a page.
@@ -139,9 +169,30 @@ def test_command_end_to_end(evaluate: Run, dataset: Path, tmp_path: Path) -> Non
     assert "seed was 0 and is 3" in " ".join(error.split())
 
 
+def test_stored_types_on_the_command_line(evaluate: Run, dataset: Path, tmp_path: Path) -> None:
+    out = tmp_path / "eval.json"
+    arguments = (str(dataset), "--policies", "naive", "--contexts", "head", "--limit", "2", "--max-tokens", "4")
+    code, printed, _ = evaluate(
+        *arguments, "--dtype", "float32", "--json", str(out), "--kv-dtypes", "auto,int8,fp8,bf16,int8"
+    )
+    assert code == 0
+    assert "narrower type" in printed
+    assert all(printed.count(f"head · {name}") == 2 for name in ("int8", "fp8", "bf16"))
+    result = json.loads(out.read_text())
+    arms = {(a["policy"], a["kv_dtype"]): a for a in result["arms"]}
+    assert list(arms) == [("full", "auto"), *(("naive", k) for k in ("auto", "int8", "fp8", "bf16"))]
+    assert arms["naive", "auto"]["kv_kl"]["mean"] is None
+    # The narrower, the further away.
+    assert 0 < arms["naive", "int8"]["kv_kl"]["mean"] < arms["naive", "fp8"]["kv_kl"]["mean"] < 0.5
+    assert 0 < arms["naive", "bf16"]["kv_kl"]["mean"] < arms["naive", "fp8"]["kv_kl"]["mean"]
+    assert result["settings"]["kv_dtypes"] == ["auto", "int8", "fp8", "bf16"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("templated", "--kv-dtypes", "int4"), "auto, bf16, int8, fp8"),
+        (("templated", "--kv-dtypes", " , "), "nothing to compare"),
         (("no-such-set",), "templated"),
         (("templated", "--policies", "magic"), "legolink:k"),
         (("templated", "--contexts", "magic"), "neighbours:n"),

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from epic_engine import ConfigError, Engine, SamplingParams
+from epic_engine import ConfigError, Engine, EngineClosedError, SamplingParams
 
 from epic_rag.errors import RagError
+from epic_rag.evaluation.engines import engines_of
 from epic_rag.evaluation.example import EvalExample
 from epic_rag.evaluation.records import ArmResult, ExampleResult
-from epic_rag.evaluation.runner import EvalSettings, Evaluation
+from epic_rag.evaluation.runner import Arm, EvalSettings, Evaluation
 from epic_rag.evaluation.summary import summarise
 from tests.rag.stack import TEXTS, BagOfWords, model, tokenizer
 
@@ -85,7 +86,7 @@ def test_recomputing_everything_is_full_and_less_is_not(engine: Engine) -> None:
 
 def test_full_on_compiled_chunks_equals_full_on_plain_tokens(engine: Engine) -> None:
     evaluation = Evaluation(engine, settings("full"))
-    evaluation.arms.append(("full", "isolated"))
+    evaluation.arms.append(Arm("full", "isolated"))
     full, again = evaluation.measure(EXAMPLES[0]).arms
     assert again.kl < 1e-9
     assert again.agreement == 1
@@ -186,13 +187,14 @@ def test_a_rerun_resumes_and_a_larger_limit_adds(engine: Engine, calls: Counter[
         (settings("naive", contexts=("head",)), "contexts"),
         (settings("naive", max_tokens=7), "max_tokens was 6 and is 7"),
         (settings("naive", seed=1), "seed"),
+        (settings("naive", kv_dtypes=("bf16",)), r"kv_dtypes was \['auto'\] and is \['bf16'\]"),
     ],
 )
 def test_other_settings_are_refused(engine: Engine, tmp_path: Path, changed: EvalSettings, named: str) -> None:
     path = tmp_path / "records.jsonl"
     Evaluation(engine, settings("naive")).run(EXAMPLES[:1], records=path)
-    with pytest.raises(RagError, match=named) as caught:
-        Evaluation(engine, changed).run(EXAMPLES[:1], records=path)
+    with engines_of(engine, changed.kv_dtypes) as engines, pytest.raises(RagError, match=named) as caught:
+        Evaluation(engine, changed, engines=engines).run(EXAMPLES[:1], records=path)
     assert "delete it" in str(caught.value)
     assert "--json" in str(caught.value)
 
@@ -251,10 +253,67 @@ def test_what_does_not_fit_is_skipped_and_said(engine: Engine) -> None:
 
 def test_prefix_runs_once_and_starts_cold(engine: Engine) -> None:
     evaluation = Evaluation(engine, settings("prefix", "naive", contexts=("isolated", "head")))
-    assert evaluation.arms == [("full", ""), ("prefix", ""), ("naive", "isolated"), ("naive", "head")]
+    assert evaluation.arms == [Arm("full", ""), Arm("prefix", ""), Arm("naive", "isolated"), Arm("naive", "head")]
     result = evaluation.run(EXAMPLES[:1])[0]
     assert result.arms[1].rows == result.arms[1].prompt
     assert result.arms[1].kl < 1e-9
+
+
+def test_stored_types_are_compared_with_each_other(engine: Engine) -> None:
+    """Arms of one policy differ by the rounding of their chunks alone; figures against a calculation by hand."""
+    chosen = settings("naive", "legolink:100000", contexts=("isolated", "neighbours:1"), kv_dtypes=("auto", "int8"))
+    with engines_of(engine, chosen.kv_dtypes) as engines:
+        assert engines["auto"] is engine
+        evaluation = Evaluation(engine, chosen, embedder=BagOfWords(), engines=engines)
+        results = evaluation.run(EXAMPLES)
+        for each in engines.values():
+            assert not list(each.store.entries())
+        composer = evaluation.composer
+        example = EXAMPLES[0]
+        parts = [composer.encode_chunk(text) for text in example.documents]
+        tail = composer.tail_ids(example.question)
+        sampling = SamplingParams(max_tokens=6, stop_token_ids=tuple(composer.stop_token_ids))
+        full = engine.generate([composer.head_ids, *parts, tail], sampling, policy="full")
+        answer = [*full.token_ids, *([0] if full.finish_reason == "stop" else [])]
+        logits = {}
+        for name, each in engines.items():
+            linked = [*evaluation.link(composer, parts, example, "isolated", name), tail]
+            logits[name] = each.score(linked, answer, policy="naive").double()
+    with pytest.raises(EngineClosedError):
+        engines["int8"].compile([1, 2, 3])
+    assert engine.compile([1, 2, 3])
+    arms = [(a.policy, a.context, a.kv_dtype) for a in results[0].arms]
+    linked_arms = [
+        (p, c, k) for c in ("isolated", "neighbours:1") for p in ("naive", "legolink:100000") for k in ("auto", "int8")
+    ]
+    assert arms == [("full", "", "auto"), *linked_arms]
+    for result in results:
+        for arm in result.arms:
+            if arm.kv_dtype == "auto":
+                assert (arm.kv_kl, arm.kv_agreement) == (None, None)
+            else:
+                assert arm.kv_kl is not None
+                assert 0 < arm.kv_kl < 1e-2
+                assert arm.kv_agreement == pytest.approx(1, abs=0.2)
+            if arm.policy != "naive":
+                # The head, which is not computed anew, is all that can be rounded.
+                assert arm.kl < (1e-6 if arm.kv_dtype == "auto" else 1e-2)
+    logp = {name: torch.log_softmax(found, -1) for name, found in logits.items()}
+    by_hand = (logp["auto"].exp() * (logp["auto"] - logp["int8"])).sum(-1)
+    found = next(a for a in results[0].arms if (a.policy, a.context, a.kv_dtype) == ("naive", "isolated", "int8"))
+    assert found.kv_kl == pytest.approx(float(by_hand.mean()), rel=1e-2)
+    agree = (logp["auto"].argmax(-1) == logp["int8"].argmax(-1)).double().mean()
+    assert found.kv_agreement == pytest.approx(float(agree))
+
+
+def test_an_engine_s_own_type_is_the_default() -> None:
+    with Engine(model(), tokenizer=tokenizer(), selftest=False, kv_dtype="int8") as rounding:
+        evaluation = Evaluation(rounding, settings("naive"))
+        assert evaluation.arms == [Arm("full", ""), Arm("naive", "isolated", "int8")]
+        arm = evaluation.run(EXAMPLES[:1])[0].arms[1]
+        assert (arm.kv_dtype, arm.kv_kl) == ("int8", None)
+        with pytest.raises(ConfigError, match="engines_of"):
+            Evaluation(rounding, settings("naive", kv_dtypes=("auto",)))
 
 
 def test_bad_requests_name_the_fix(engine: Engine) -> None:
