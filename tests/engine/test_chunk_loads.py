@@ -49,7 +49,7 @@ class GatedStore(MemoryStore):
         self.put(chunks)
         self.order: list[tuple[ChunkKey, int]] = []
         self.gates = {info.key: self._gate(info.key, kv) for info, kv in chunks}
-        self.may_load = threading.Event()
+        self.may_load, self.loading = threading.Event(), threading.Event()
 
     def _gate(self, key: ChunkKey, kv: Tensor) -> Gate:
         return Gate(kv, lambda layer: self.order.append((key, layer)))
@@ -60,6 +60,7 @@ class GatedStore(MemoryStore):
                 gate.open[layer].set()
 
     def load(self, key: ChunkKey) -> Tensor:
+        self.loading.set()
         assert self.may_load.wait(TIMEOUT)
         super().load(key)
         return self.gates[key]  # type: ignore[return-value]
@@ -164,6 +165,7 @@ def test_a_sequence_waits_for_the_step_of_a_load_that_nobody_wants(opened: Any) 
     store = GatedStore((info, kv))
     residency = opened(make_pool(2), store)
     residency.prefetch([info.key])
+    assert store.loading.wait(TIMEOUT)  # one that has not begun is given up at once
     sequence = PagedKV(residency._pool)
     thread, _ = in_thread(lambda: sequence.reserve(2 * PAGE))
     while not next(iter(residency._loads.values()))._stopped:
