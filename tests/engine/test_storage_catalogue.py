@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -97,10 +98,8 @@ def test_what_is_damaged_in_format_1_is_a_miss(tmp_path: Path) -> None:
     assert all(torch.equal(store.load(i.key), kv) for i, kv in chunks)
 
 
-@pytest.mark.parametrize("point", ["migrate.copied", "migrate.committing", "migrate.committed"])
-def test_a_process_killed_in_a_migration_leaves_one_format_or_the_other(point: str, tmp_path: Path) -> None:
-    chunks = _old_chunks()
-    write_format_1(tmp_path, chunks)
+def kill_at(point: str, action: Callable[[], object]) -> None:
+    """Do something in a process that dies at a fault point."""
 
     def die(name: str) -> None:
         if name == point:
@@ -109,9 +108,17 @@ def test_a_process_killed_in_a_migration_leaves_one_format_or_the_other(point: s
     child = os.fork()
     if child == 0:
         with faults.install(die):
-            FileStore(tmp_path)
+            action()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+@pytest.mark.parametrize("point", ["migrate.copied", "migrate.committing", "migrate.committed"])
+def test_a_process_killed_in_a_migration_leaves_one_format_or_the_other(point: str, tmp_path: Path) -> None:
+    chunks = _old_chunks()
+    write_format_1(tmp_path, chunks)
+
+    kill_at(point, lambda: FileStore(tmp_path))
     with closing(sqlite3.connect(tmp_path / "catalogue.sqlite")) as db:
         assert db.execute("PRAGMA user_version").fetchone() == (2 if point == "migrate.committed" else 1,)
         assert db.execute("SELECT count(*) FROM chunks").fetchone() == (len(chunks),)
@@ -237,16 +244,7 @@ def test_a_process_killed_in_a_rebuild(point: str, tmp_path: Path) -> None:
     store.put(chunks)
     store.close()
 
-    def die(name: str) -> None:
-        if name == point:
-            os._exit(9)
-
-    child = os.fork()
-    if child == 0:
-        with faults.install(die):
-            rebuild(tmp_path)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    kill_at(point, lambda: rebuild(tmp_path))
     assert rebuild(tmp_path) == 4
     store = FileStore(tmp_path)
     assert all(torch.equal(store.load(i.key), kv) for i, kv in chunks)
