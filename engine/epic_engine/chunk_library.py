@@ -65,7 +65,7 @@ class ChunkLibrary(ABC):
         self.store = store
         self._head = tuple(head)
         self._lock = threading.RLock()
-        self._closed = False
+        self._closed = threading.Event()
         self._compiler = Compiler(decoder, backend, lambda key: store.load(key).to(decoder.device))
         self._seconds_per_token: float | None = None
         self._compile_token_seconds = _SLOW_TOKEN_SECONDS
@@ -79,7 +79,7 @@ class ChunkLibrary(ABC):
         self._forward(ids, batch, last=0)
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._closed.is_set():
             raise EngineClosedError("this engine was closed: make a new one.")
 
     def _check_ids(self, ids: Sequence[int], what: str) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 
 import torch
@@ -33,7 +33,7 @@ from .scheduling.batching import steps
 from .scheduling.generation import Generation
 from .scheduling.jobs import LinkJob
 from .scheduling.serving import Serving
-from .storage.memory_store import MemoryStore
+from .storage.opening import open_store
 from .storage.store import ChunkInfo, ChunkStore
 from .stream import Stream
 
@@ -101,8 +101,9 @@ class Engine(ChunkLibrary):
         backend = make_backend(attention, decoder, self.config.page_size)
         self.tokenizer = found
         self.selftest: SelfTestReport | None = gate(decoder, backend) if self.config.selftest else None
+        self._of: Engine | None = None
         self._own_store = not isinstance(store, ChunkStore)
-        opened = _open_store(store)
+        opened = open_store(store)
         try:
             super().__init__(decoder, backend, self.config, opened, head)
             self._serving = Serving(decoder, backend, self.config, opened, self._compiler)
@@ -243,7 +244,7 @@ class Engine(ChunkLibrary):
         chosen = self.policy if policy is None else parse_policy(policy)
         if after is not None and chosen.caches_prompt:
             raise ConfigError(f"policy {str(chosen)!r} cannot continue a prompt: its cache finds the prompt again.")
-        request = LinkRequest(tuple(self._resolve(prompt)), chosen, after)
+        request = LinkRequest(tuple(self._resolve(prompt)), chosen, after, self.config.namespace)
         if len(request) + new > self.max_model_len:
             raise ContextLengthError(
                 f"the prompt has {len(request)} tokens and {new} more are asked for, {len(request) + new} in all, but "
@@ -458,15 +459,33 @@ class Engine(ChunkLibrary):
 
     # -- life --------------------------------------------------------------------------------------------------
 
+    def for_namespace(self, namespace: str) -> Engine:
+        """This engine for another tenant: the same model, memory and queues, and other chunks.
+
+        Closing what is returned does nothing: it is closed with this one.
+
+        Raises
+        ------
+        ConfigError
+            If the name cannot be used.
+        """
+        self._check_open()
+        other = copy.copy(self)
+        other.config = replace(self.config, namespace=namespace)
+        other._of = self
+        return other
+
     def close(self) -> None:
         """End all requests, free the KV and close the store, unless the store was passed in open.
 
         Closing twice is fine.
         """
+        if self._of is not None:
+            return
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 return
-            self._closed = True
+            self._closed.set()
         self._serving.close()
         if self._own_store:
             self.store.close()
@@ -476,13 +495,3 @@ class Engine(ChunkLibrary):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _open_store(store: str | os.PathLike[str] | ChunkStore | None) -> ChunkStore:
-    if store is None:
-        return MemoryStore()
-    if isinstance(store, ChunkStore):
-        return store
-    from .storage.file_store import FileStore  # needs packages that an engine without files does not
-
-    return FileStore(Path(store))

@@ -108,7 +108,7 @@ def test_everything_is_closed_at_exit(tmp_path: Path) -> None:
         "lease = engines.acquire(model(), tokenizer=tokenizer(), selftest=False)\n"
         "engine, folder = lease.engine, lease.texts('isolated').registry._path.parent\n"
         "import atexit; atexit.unregister(engines.close_all)\n"
-        "atexit.register(lambda: print(engine._closed, folder.exists()))\n"
+        "atexit.register(lambda: print(engine._closed.is_set(), folder.exists()))\n"
         "atexit.register(engines.close_all)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -37,11 +38,14 @@ class LinkRequest:
         Which tokens are computed anew.
     after
         The prompt continues this one, whose KV it shares; or None.
+    namespace
+        Who asks.
     """
 
     segments: tuple[tuple[int, ...] | ChunkInfo, ...]
     policy: LinkPolicy
     after: LinkedPrompt | None = None
+    namespace: str = "default"
 
     @property
     def keys(self) -> list[ChunkKey]:
@@ -152,7 +156,7 @@ class Linker:
         settled = len(after) if after is not None else 0
         layout = Layout(parts)
         if after is None:
-            layout = request.policy.arrange(layout, self._prefixes)
+            layout = request.policy.arrange(layout, partial(self._prefixes.longest, namespace=request.namespace))
         probe = Probe(self._decoder, self._backend, self._run, self._rows_per_step)
         if choice is None or request.policy.caches_prompt:
             choice = request.policy.choose(layout, probe)
@@ -173,4 +177,6 @@ class Linker:
             return
         kv = torch.cat([kv[:, :, :, start:stop] for kv, start, stop in prompt.private.pieces()], dim=3)
         rows = len(prompt.plan.rows)
-        self._prefixes.insert(prompt.layout.token_ids, kv[:, :, :, :rows], len(prompt.layout) - rows)
+        self._prefixes.insert(
+            prompt.layout.token_ids, kv[:, :, :, :rows], len(prompt.layout) - rows, request.namespace
+        )

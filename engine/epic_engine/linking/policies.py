@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -43,12 +43,8 @@ __all__ = [
 PAGE = 16
 
 
-class PrefixLookup(Protocol):
-    """Where exact KV of earlier prompts is found."""
-
-    def longest(self, token_ids: Sequence[int]) -> list[tuple[tuple[int, ...], Body]]:
-        """Consecutive pieces of the longest cached prefix of ``token_ids``."""
-        ...
+PrefixLookup = Callable[[Sequence[int]], list[tuple[tuple[int, ...], Body]]]
+"""Consecutive pieces of the longest prefix of some tokens whose exact KV an earlier prompt has left."""
 
 
 class LinkProbe(Protocol):
@@ -154,7 +150,7 @@ class Prefix(LinkPolicy):
 
     def arrange(self, layout: Layout, prefixes: PrefixLookup) -> Layout:
         """Cached prefix, then plain tokens; compiled chunks are not used."""
-        parts: list[tuple[Sequence[int], Body | None]] = list(prefixes.longest(layout.token_ids))
+        parts: list[tuple[Sequence[int], Body | None]] = list(prefixes(layout.token_ids))
         done = sum(len(ids) for ids, _ in parts)
         parts.append((layout.token_ids[done:], None))
         return Layout(parts)

@@ -1,6 +1,7 @@
-"""Exact KV of earlier prompts in a radix tree: the classic prefix cache, kept as the baseline to compare with.
+"""Exact KV of earlier prompts in radix trees: the classic prefix cache, kept as the baseline to compare with.
 
-Only KV that was computed behind its true prefix enters; linked KV never does.
+Only KV that was computed behind its true prefix enters; linked KV never does. Tenants have trees of their own, so that
+nobody can tell from the time of an answer what another one has asked; they share the budget.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 class PrefixCache:
-    """Radix tree over token ids with a byte budget; the least recently used leaves go first.
+    """A radix tree over token ids for each namespace, with one byte budget; the least recently used leaves go first.
 
     Parameters
     ----------
@@ -46,7 +47,7 @@ class PrefixCache:
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
-        self._root = _Node((), None, None)
+        self._roots: dict[str, _Node] = {}
         self._clock = itertools.count(1)
         self._bytes = 0
         self._lock = threading.Lock()
@@ -56,12 +57,15 @@ class PrefixCache:
         """Bytes of KV held."""
         return self._bytes
 
-    def longest(self, token_ids: Sequence[int]) -> list[tuple[tuple[int, ...], Body]]:
-        """Consecutive pieces of the longest cached prefix of ``token_ids``, with their KV."""
+    def _root(self, namespace: str) -> _Node:
+        return self._roots.setdefault(namespace, _Node((), None, None))
+
+    def longest(self, token_ids: Sequence[int], namespace: str = "default") -> list[tuple[tuple[int, ...], Body]]:
+        """Consecutive pieces of the longest prefix of ``token_ids`` that a namespace has cached, with their KV."""
         with self._lock:
             ids = tuple(token_ids)
             pieces: list[tuple[tuple[int, ...], Body]] = []
-            done, node = 0, self._root
+            done, node = 0, self._root(namespace)
             while done < len(ids):
                 child = node.children.get(ids[done])
                 if child is None:
@@ -77,7 +81,7 @@ class PrefixCache:
                 node = child
             return pieces
 
-    def insert(self, token_ids: Sequence[int], kv: Tensor, start: int) -> None:
+    def insert(self, token_ids: Sequence[int], kv: Tensor, start: int, namespace: str = "default") -> None:
         """Keep the KV of a prompt's tail.
 
         Parameters
@@ -89,10 +93,12 @@ class PrefixCache:
         start
             Tokens before ``kv``; they must be in the tree already (they came from :meth:`longest`), else the tail
             cannot be attached and is not kept.
+        namespace
+            Whose tree.
         """
         with self._lock:
             ids = tuple(token_ids)
-            done, node = 0, self._root
+            done, node = 0, self._root(namespace)
             while done < len(ids) and (child := node.children.get(ids[done])) is not None:
                 same = _common(child.token_ids, ids[done:])
                 if same < len(child.token_ids):
@@ -129,7 +135,7 @@ class PrefixCache:
             self._bytes -= oldest.kv.nbytes
 
     def _nodes(self) -> list[_Node]:
-        found, todo = [], list(self._root.children.values())
+        found, todo = [], [child for root in self._roots.values() for child in root.children.values()]
         while todo:
             node = todo.pop()
             found.append(node)
@@ -139,5 +145,5 @@ class PrefixCache:
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
-            self._root = _Node((), None, None)
+            self._roots.clear()
             self._bytes = 0
