@@ -20,6 +20,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import Field, PrivateAttr, field_validator
 
 from epic_rag.aio import drain, iterate
+from epic_rag.answer_form import AnswerForm, answer_form, tool_choice_of
 from epic_rag.defaults import AUTO
 from epic_rag.engines import EngineUser, LazyLease
 from epic_rag.prompt import TextPart
@@ -28,7 +29,6 @@ from epic_rag.texts import CompiledTexts
 from langchain_epic.answers import AnswerChunks
 from langchain_epic.messages import plain_chat
 from langchain_epic.structured import Method, structured_output
-from langchain_epic.tools import Asked, asked_for, tool_choice_of
 
 __all__ = ["ChatEpic"]
 
@@ -190,14 +190,14 @@ class ChatEpic(EngineUser, BaseChatModel):
 
     def _prompt(
         self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, options: Mapping[str, Any]
-    ) -> tuple[Callable[[], PromptStream], Asked]:
+    ) -> tuple[Callable[[], PromptStream], AnswerForm]:
         sampling = self._sampling(options, stop)
         policy = options.get("policy")
         link = None if policy in (None, AUTO) else parse_policy(policy)
-        asked = asked_for(options)
+        form = answer_form({**options, "tools": [convert_to_openai_tool(tool) for tool in options.get("tools") or ()]})
         chat = plain_chat(messages)
-        if asked.instructions:
-            chat.messages.insert(0, {"role": "system", "content": asked.instructions})
+        if form.instructions:
+            chat.messages.insert(0, {"role": "system", "content": form.instructions})
         named = tuple(options.get("text_ids") or ())
         priority = int(options.get("priority") or 0)
 
@@ -212,25 +212,25 @@ class ChatEpic(EngineUser, BaseChatModel):
                 sampling,
                 policy=link,
                 text_ids=ids,
-                tools=asked.tools,
-                constraint=asked.constraint(texts),
+                tools=form.tools,
+                constraint=form.constraint(texts),
                 priority=priority,
             )
 
-        return start, asked
+        return start, form
 
     def _answer(
         self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, options: Mapping[str, Any]
     ) -> Callable[[], AnswerChunks]:
         """What answers; options and messages are checked at once, the rest when it is called."""
-        start, asked = self._prompt(messages, stop, options)
+        start, form = self._prompt(messages, stop, options)
         decode = bool(options.get("logprobs") or options.get("top_logprobs"))
         timeout = options.get("timeout", self.timeout)
 
         def begin() -> AnswerChunks:
             texts = self.texts
             return AnswerChunks(
-                self.model, start(), asked.parser(texts), timeout=timeout, decode=_decoder(texts) if decode else None
+                self.model, start(), form.parser(texts), timeout=timeout, decode=_decoder(texts) if decode else None
             )
 
         return begin

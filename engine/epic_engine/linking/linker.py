@@ -177,6 +177,4 @@ class Linker:
             return
         kv = torch.cat([kv[:, :, :, start:stop] for kv, start, stop in prompt.private.pieces()], dim=3)
         rows = len(prompt.plan.rows)
-        self._prefixes.insert(
-            prompt.layout.token_ids, kv[:, :, :, :rows], len(prompt.layout) - rows, request.namespace
-        )
+        self._prefixes.insert(prompt.layout.token_ids, kv[:, :, :, :rows], len(prompt.layout) - rows, request.namespace)

@@ -1,4 +1,4 @@
-"""What a call asks of the answer's form: tools, a schema, or nothing."""
+"""What a call asks of the answer's form: tools, a schema, or nothing. In OpenAI's terms, which all frameworks know."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from epic_engine import ConfigError, TokenConstraint
-from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from epic_rag.errors import GrammarError, MissingDependencyError
 from epic_rag.texts import CompiledTexts
 from epic_rag.tool_calls import ToolCallStream
 
-__all__ = ["Asked", "asked_for", "tool_choice_of"]
+__all__ = ["AnswerForm", "answer_form", "tool_choice_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +26,7 @@ def _name(tool: Tool) -> str:
 
 
 def tool_choice_of(choice: Any, tools: Sequence[Tool]) -> str:
-    """``"auto"``, ``"none"``, ``"any"`` or the name of a tool, from any form in which LangChain's users give it.
+    """``"auto"``, ``"none"``, ``"any"`` or the name of a tool, from any form in which it is given.
 
     Raises
     ------
@@ -43,15 +42,15 @@ def tool_choice_of(choice: Any, tools: Sequence[Tool]) -> str:
     names = [_name(tool) for tool in tools]
     if choice in (True, "any", "required"):
         if not names:
-            raise ConfigError(f"tool_choice={choice!r} asks for a call, and no tools are bound.")
+            raise ConfigError(f"tool_choice={choice!r} asks for a call, and no tools are given.")
         return "any"
     if choice not in names:
-        raise ConfigError(f"tool_choice={choice!r} is none of the tools that are bound: {', '.join(names) or 'none'}.")
+        raise ConfigError(f"tool_choice={choice!r} is none of the tools that are given: {', '.join(names) or 'none'}.")
     return str(choice)
 
 
 @dataclass(frozen=True)
-class Asked:
+class AnswerForm:
     """The form of one answer.
 
     Attributes
@@ -110,20 +109,20 @@ class Asked:
         return ToolCallStream(texts.composer.call_syntax, self.tools)
 
 
-def asked_for(options: Mapping[str, Any]) -> Asked:
+def answer_form(options: Mapping[str, Any]) -> AnswerForm:
     """The form that a call's options ask for.
 
     Parameters
     ----------
     options
-        ``tools``, ``tool_choice``, ``parallel_tool_calls`` and ``response_format``, each optional.
+        ``tools``, ``tool_choice``, ``parallel_tool_calls`` and ``response_format``, each optional and in OpenAI's form.
 
     Raises
     ------
     ConfigError
         If they contradict each other or are unknown.
     """
-    tools = tuple(convert_to_openai_tool(tool) for tool in options.get("tools") or ())
+    tools = tuple(options.get("tools") or ())
     choice = tool_choice_of(options.get("tool_choice"), tools)
     schema = _schema(options.get("response_format"))
     if schema is not None and tools and choice not in ("auto", "none"):
@@ -131,7 +130,7 @@ def asked_for(options: Mapping[str, Any]) -> Asked:
     parallel = options.get("parallel_tool_calls")
     if parallel is None:  # a model that must call would not know when to stop
         parallel = choice == "auto"
-    return Asked(tools, choice, bool(parallel), schema)
+    return AnswerForm(tools, choice, bool(parallel), schema)
 
 
 def _schema(form: Any) -> Mapping[str, Any] | None:
@@ -148,6 +147,6 @@ def _schema(form: Any) -> Mapping[str, Any] | None:
             if isinstance(found, Mapping):
                 return found
     raise ConfigError(
-        f"response_format={form!r} cannot be used: give {{'type': 'json_object'}} or {{'type': 'json_schema', "
-        "'json_schema': {'name': …, 'schema': {…}}}, or call with_structured_output()."
+        f"response_format={str(form)[:200]} cannot be used: give {{'type': 'json_object'}} or {{'type': 'json_schema', "
+        "'json_schema': {'name': …, 'schema': {…}}}."
     )
