@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from epic_engine import (
@@ -21,17 +22,51 @@ from epic_engine import (
 from epic_rag.prompt import TextPart
 from epic_rag.texts import CompiledTexts
 
-__all__ = ["PromptStream", "chat_stream", "text_stream"]
+__all__ = ["PromptStream", "chat_stream", "chat_streams", "text_stream", "text_streams"]
 
 logger = logging.getLogger(__name__)
 
 Parts = Sequence[tuple[int, ...] | TextPart]
 
 
-class PromptStream:
-    """Pieces of an answer's text; made by :func:`chat_stream` and :func:`text_stream`.
+@dataclass(frozen=True)
+class _Question:
+    """A prompt, cut and checked, and how its answers are made.
 
-    The prompt is cut and checked at once, the work begins with the first piece. ``close()`` cancels, from any thread.
+    ``constraint`` makes a new one for each answer and each attempt: it has state.
+    """
+
+    texts: CompiledTexts
+    parts: Parts
+    sampling: SamplingParams
+    policy: str | LinkPolicy
+    constraint: Callable[[], TokenConstraint] | None
+    priority: int
+    timeout: float | None
+
+    def start(self, n: int = 1) -> list[Stream]:
+        """Begin ``n`` answers; without a constraint they share the prompt."""
+        constraint = None if self.constraint is None else self.constraint()
+        return self.texts.engine.streams(
+            self.texts.prompt(self.parts),
+            self.sampling,
+            n,
+            policy=self.policy,
+            constraint=constraint,
+            priority=self.priority,
+            timeout=self.timeout,
+        )
+
+    def answer(self, index: int) -> _Question:
+        """The same for one of several answers."""
+        seed = self.sampling.seed
+        return self if seed is None else replace(self, sampling=replace(self.sampling, seed=seed + index))
+
+
+class PromptStream:
+    """Pieces of an answer's text; made by :func:`chat_stream` and its like.
+
+    Iterate over it in a thread, or with ``async for`` in an event loop. ``close()`` cancels, from any thread.
 
     Attributes
     ----------
@@ -39,69 +74,75 @@ class PromptStream:
         The prompt: token ids, and the compiled texts among them.
     """
 
-    def __init__(
-        self,
-        texts: CompiledTexts,
-        cut: Callable[[], Parts],
-        sampling: SamplingParams,
-        policy: str | LinkPolicy | None,
-        constraint: Callable[[], TokenConstraint] | None = None,
-        priority: int = 0,
-    ) -> None:
-        begin = time.perf_counter()
-        self.parts = list(cut())
-        self._texts = texts
-        self._policy = texts.policy if policy is None else policy
-        stop_ids = tuple({*sampling.stop_token_ids, *texts.composer.stop_token_ids})
-        self._sampling = replace(sampling, stop_token_ids=stop_ids)
-        self._constraint = constraint
-        self._priority = priority
-        self._cancelled = False
-        self._stream = self._start()
-        self._tokenise_seconds = time.perf_counter() - begin
+    def __init__(self, question: _Question, stream: Stream, tokenise_seconds: float) -> None:
+        self.parts = question.parts
+        self._question = question
+        self._stream = stream
+        self._tokenise_seconds = tokenise_seconds
+        self._attempts = 0
         self._began = False
-
-    def _start(self) -> Stream:
-        # A second start begins the answer anew, and so must its constraint.
-        constraint = None if self._constraint is None else self._constraint()
-        stream = self._texts.engine.stream(
-            self._texts.prompt(self.parts),
-            self._sampling,
-            policy=self._policy,
-            constraint=constraint,
-            priority=self._priority,
-        )
-        if self._cancelled:
-            stream.close()
-        return stream
+        self._cancelled = False
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
         while True:
-            event = next(self._stream) if self._began else self._first()
+            try:
+                event = next(self._stream)
+            except ChunkNotFoundError as error:
+                self._start_again(error)
+                continue
+            self._began = True
             if event.text:
                 return event.text
 
-    def _first(self) -> StreamEvent:
-        self._began = True
-        for attempt in range(len(self.parts)):
+    def __aiter__(self) -> AsyncIterator[str]:
+        return self
+
+    async def __anext__(self) -> str:
+        while True:
+            event = await self.next_event()
+            if event.text:
+                return event.text
+
+    async def next_event(self) -> StreamEvent:
+        """The next token, whether or not text became certain with it; StopAsyncIteration at the end."""
+        while True:
             try:
-                if attempt:
-                    self._stream = self._start()
-                return next(self._stream)
+                event = await anext(self._stream)
             except ChunkNotFoundError as error:
-                # A stored chunk turned out to be damaged and was set aside: it is compiled again. There may be more,
-                # and the next one may be found out while the prompt is put together again.
-                logger.warning("%s", error)
-        self._stream = self._start()
-        return next(self._stream)
+                await asyncio.to_thread(self._start_again, error)
+                continue
+            self._began = True
+            return event
+
+    def _start_again(self, error: ChunkNotFoundError) -> None:
+        """A stored chunk turned out to be damaged and was set aside: have it compiled again.
+
+        There may be more, and the next one may be found out while the prompt is put together again.
+        """
+        while not self._began and self._attempts < len(self.parts):
+            self._attempts += 1
+            logger.warning("%s", error)
+            try:
+                self._stream = self._question.start()[0]
+                if self._cancelled:
+                    self._stream.close()
+                return
+            except ChunkNotFoundError as again:
+                error = again
+        raise error
 
     def close(self) -> None:
         """Cancel; what was generated so far stays in :attr:`completion`."""
         self._cancelled = True
         self._stream.close()
+
+    async def aclose(self) -> None:
+        """As :meth:`close`; the event loop goes on meanwhile."""
+        self._cancelled = True
+        await self._stream.aclose()
 
     @property
     def completion(self) -> Completion:
@@ -117,18 +158,47 @@ class PromptStream:
         return done
 
 
-def chat_stream(
+def _streams(
+    texts: CompiledTexts,
+    cut: Callable[[], Parts],
+    sampling: SamplingParams,
+    n: int,
+    policy: str | LinkPolicy | None,
+    constraint: Callable[[], TokenConstraint] | None,
+    priority: int,
+    timeout: float | None,
+) -> list[PromptStream]:
+    begin = time.perf_counter()
+    stop_ids = tuple({*sampling.stop_token_ids, *texts.composer.stop_token_ids})
+    question = _Question(
+        texts,
+        list(cut()),
+        replace(sampling, stop_token_ids=stop_ids),
+        texts.policy if policy is None else policy,
+        constraint,
+        priority,
+        timeout,
+    )
+    each = [question.answer(index) for index in range(n)]
+    streams = question.start(n) if constraint is None else [one.start()[0] for one in each]
+    seconds = time.perf_counter() - begin
+    return [PromptStream(one, stream, seconds) for one, stream in zip(each, streams, strict=True)]
+
+
+def chat_streams(
     texts: CompiledTexts,
     messages: Sequence[Mapping[str, Any]],
     sampling: SamplingParams,
+    n: int,
     *,
     policy: str | LinkPolicy | None = None,
     text_ids: Sequence[str] = (),
     tools: Sequence[Mapping[str, Any]] = (),
     constraint: Callable[[], TokenConstraint] | None = None,
     priority: int = 0,
-) -> PromptStream:
-    """Answer a conversation; compiled texts are found wherever they stand in it.
+    timeout: float | None = None,
+) -> list[PromptStream]:
+    """Answer a conversation ``n`` times; compiled texts are found wherever they stand in it.
 
     Parameters
     ----------
@@ -137,7 +207,9 @@ def chat_stream(
     messages : sequence of {"role", "content"}
         As for :meth:`PromptComposer.segments <epic_rag.prompt.PromptComposer.segments>`.
     sampling
-        How to draw tokens.
+        How to draw tokens; a seed is raised by one from answer to answer.
+    n
+        How many answers; they share the prompt's memory unless they have a constraint.
     policy
         Link policy; None takes that of the texts.
     text_ids
@@ -150,6 +222,8 @@ def chat_stream(
         every attempt at an answer.
     priority
         Higher goes first.
+    timeout
+        Seconds after which an answer ends with what there is, ``finish_reason="timeout"``.
 
     Raises
     ------
@@ -162,23 +236,39 @@ def chat_stream(
     if tools:
         visible = {*sampling.visible_token_ids, *texts.composer.call_token_ids}
         sampling = replace(sampling, visible_token_ids=tuple(visible))
-    return PromptStream(
-        texts, lambda: texts.composer.segments(messages, find, tools=tools), sampling, policy, constraint, priority
+    return _streams(
+        *(texts, lambda: texts.composer.segments(messages, find, tools=tools), sampling, n),
+        *(policy, constraint, priority, timeout),
     )
 
 
-def text_stream(
+def chat_stream(
+    texts: CompiledTexts, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams, **options: Any
+) -> PromptStream:
+    """As :func:`chat_streams`, for one answer."""
+    return chat_streams(texts, messages, sampling, 1, **options)[0]
+
+
+def text_streams(
     texts: CompiledTexts,
     text: str,
     sampling: SamplingParams,
+    n: int,
     *,
     policy: str | LinkPolicy | None = None,
     text_ids: Sequence[str] = (),
     constraint: Callable[[], TokenConstraint] | None = None,
     priority: int = 0,
-) -> PromptStream:
-    """As :func:`chat_stream`, for a prompt that carries its chat template already."""
+    timeout: float | None = None,
+) -> list[PromptStream]:
+    """As :func:`chat_streams`, for a prompt that carries its chat template already."""
     find = texts.finder(text_ids) if text_ids else texts.find
-    return PromptStream(
-        texts, lambda: texts.composer.formatted_segments(text, find), sampling, policy, constraint, priority
+    return _streams(
+        *(texts, lambda: texts.composer.formatted_segments(text, find), sampling, n),
+        *(policy, constraint, priority, timeout),
     )
+
+
+def text_stream(texts: CompiledTexts, text: str, sampling: SamplingParams, **options: Any) -> PromptStream:
+    """As :func:`text_streams`, for one answer."""
+    return text_streams(texts, text, sampling, 1, **options)[0]

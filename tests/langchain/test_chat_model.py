@@ -334,13 +334,13 @@ def test_documents_of_a_retriever_tool_are_linked_by_their_ids(llm: ChatEpic) ->
 def test_priority_reaches_the_engine(llm: ChatEpic, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     engine = llm.texts.engine
-    begin = engine.stream
+    begin = engine.streams
 
     def stream(*arguments: Any, **options: Any) -> Any:
         asked.append(options["priority"])
         return begin(*arguments, **options)
 
-    monkeypatch.setattr(engine, "stream", stream)
+    monkeypatch.setattr(engine, "streams", stream)
     llm.invoke("Hello?", priority=2)
     llm.bind(priority=1).invoke("Hello?")
     llm.invoke("Hello?")

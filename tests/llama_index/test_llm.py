@@ -327,13 +327,13 @@ def test_tokens_are_counted_with_the_models_tokenizer_on_request(monkeypatch: py
 
 def test_priority_reaches_the_engine(llm: EpicLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    begin = llm.engine.stream
+    begin = llm.engine.streams
 
     def stream(*arguments: Any, **options: Any) -> Any:
         asked.append(options["priority"])
         return begin(*arguments, **options)
 
-    monkeypatch.setattr(llm.engine, "stream", stream)
+    monkeypatch.setattr(llm.engine, "streams", stream)
     llm.chat(MESSAGES, priority=2)
     llm.complete(PROMPT, formatted=True, priority=1)
     llm.complete(PROMPT)

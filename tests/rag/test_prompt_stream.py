@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from epic_engine import ConfigError, ContextLengthError, Engine, SamplingParams
 
 from epic_rag.prompt import TextPart
-from epic_rag.prompt_stream import PromptStream, chat_stream
+from epic_rag.prompt_stream import PromptStream, chat_stream, chat_streams
 from epic_rag.texts import CompiledTexts, TextItem, cut_known
 from tests.damage import damage
 from tests.rag.stack import TEXTS, model, tokenizer
@@ -117,3 +118,38 @@ def test_known_texts_are_cut_out_in_their_order() -> None:
     parts = cut_known(text, [("n", "No."), ("m", "No."), ("x", "Maybe."), ("y", "Yes.")])
     assert [p.name for p in parts] == ["n", None, "m", None, "y"]
     assert "".join(p.text for p in parts) == text
+
+
+async def test_an_event_loop_reads_the_same(texts: CompiledTexts, tmp_path: Path) -> None:
+    want = direct(texts)
+    stream = chat_stream(texts, MESSAGES, GREEDY)
+    assert "".join([piece async for piece in stream]) == stream.completion.text
+    assert stream.completion.token_ids == want
+    assert damage(tmp_path / "chunks")
+    with (
+        Engine(model(), tokenizer=tokenizer(), selftest=False, store=tmp_path / "chunks") as again,
+        CompiledTexts(tmp_path, again, context="isolated", policy="naive") as later,
+    ):
+        stream = chat_stream(later, MESSAGES, GREEDY)
+        assert "".join([piece async for piece in stream]) == stream.completion.text
+        assert stream.completion.token_ids == want
+    stream = chat_stream(texts, MESSAGES, SamplingParams(max_tokens=1000, ignore_eos=True))
+    await stream.next_event()
+    await stream.aclose()
+    assert stream.completion.finish_reason == "cancelled"
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_several_answers_are_those_of_several_calls(texts: CompiledTexts, constrained: bool) -> None:
+    drawn = SamplingParams(max_tokens=6, ignore_eos=not constrained, temperature=1.0, seed=7)
+    form = (lambda: texts.grammars.regex("[a-z ]{6,}")) if constrained else None
+    several = chat_streams(texts, MESSAGES, drawn, 3, constraint=form)
+    found = ["".join(stream) for stream in several]
+    assert found == [
+        "".join(chat_stream(texts, MESSAGES, replace(drawn, seed=7 + index), constraint=form)) for index in range(3)
+    ]
+    assert len(set(found)) == 3
+    late = chat_stream(texts, MESSAGES, SamplingParams(max_tokens=1500, ignore_eos=True), timeout=0.2)
+    for _ in late:
+        pass
+    assert late.completion.finish_reason == "timeout"
