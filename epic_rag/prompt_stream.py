@@ -7,11 +7,12 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from epic_engine import (
     ChunkNotFoundError,
     Completion,
+    Engine,
     LinkPolicy,
     SamplingParams,
     Stream,
@@ -19,14 +20,35 @@ from epic_engine import (
     TokenConstraint,
 )
 
-from epic_rag.prompt import TextPart
-from epic_rag.texts import CompiledTexts
+from epic_rag.prompt import PromptComposer, TextPart
+from epic_rag.texts import CompiledTexts, Prompt
 
-__all__ = ["PromptStream", "chat_stream", "chat_streams", "text_stream", "text_streams"]
+__all__ = [
+    "PromptStream",
+    "PromptTexts",
+    "chat_stream",
+    "chat_streams",
+    "part_streams",
+    "text_stream",
+    "text_streams",
+    "with_call_marks",
+]
 
 logger = logging.getLogger(__name__)
 
 Parts = Sequence[tuple[int, ...] | TextPart]
+
+
+class PromptTexts(Protocol):
+    """What answers a prompt that is cut already; :class:`~epic_rag.texts.CompiledTexts` does."""
+
+    engine: Engine
+    composer: PromptComposer
+    policy: LinkPolicy
+
+    def prompt(self, parts: Parts) -> Prompt:
+        """Segments for the engine: compiled texts by their keys, everything else by its token ids."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -36,7 +58,7 @@ class _Question:
     ``constraint`` makes a new one for each answer and each attempt: it has state.
     """
 
-    texts: CompiledTexts
+    texts: PromptTexts
     parts: Parts
     sampling: SamplingParams
     policy: str | LinkPolicy
@@ -158,21 +180,41 @@ class PromptStream:
         return done
 
 
-def _streams(
-    texts: CompiledTexts,
-    cut: Callable[[], Parts],
+def part_streams(
+    texts: PromptTexts,
+    parts: Parts,
     sampling: SamplingParams,
     n: int,
-    policy: str | LinkPolicy | None,
-    constraint: Callable[[], TokenConstraint] | None,
-    priority: int,
-    timeout: float | None,
+    *,
+    policy: str | LinkPolicy | None = None,
+    constraint: Callable[[], TokenConstraint] | None = None,
+    priority: int = 0,
+    timeout: float | None = None,
+    begin: float | None = None,
 ) -> list[PromptStream]:
-    begin = time.perf_counter()
+    """Answer a prompt that is cut already ``n`` times.
+
+    Parameters
+    ----------
+    texts
+        Compiled texts, and their engine.
+    parts
+        Token ids, and the compiled texts among them.
+    sampling, n, policy, constraint, priority, timeout
+        As for :func:`chat_streams`.
+    begin
+        ``time.perf_counter()`` when work on the prompt began; now by default.
+
+    Raises
+    ------
+    ContextLengthError
+        If prompt and answer exceed the model's context.
+    """
+    started = time.perf_counter() if begin is None else begin
     stop_ids = tuple({*sampling.stop_token_ids, *texts.composer.stop_token_ids})
     question = _Question(
         texts,
-        list(cut()),
+        list(parts),
         replace(sampling, stop_token_ids=stop_ids),
         texts.policy if policy is None else policy,
         constraint,
@@ -181,8 +223,14 @@ def _streams(
     )
     each = [question.answer(index) for index in range(n)]
     streams = question.start(n) if constraint is None else [one.start()[0] for one in each]
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - started
     return [PromptStream(one, stream, seconds) for one, stream in zip(each, streams, strict=True)]
+
+
+def with_call_marks(sampling: SamplingParams, texts: PromptTexts) -> SamplingParams:
+    """Sampling whose text keeps the control tokens that mark calls of tools."""
+    visible = {*sampling.visible_token_ids, *texts.composer.call_token_ids}
+    return replace(sampling, visible_token_ids=tuple(visible))
 
 
 def chat_streams(
@@ -232,13 +280,18 @@ def chat_streams(
     ContextLengthError
         If prompt and answer exceed the model's context.
     """
+    begin = time.perf_counter()
     find = texts.finder(text_ids) if text_ids else texts.find
-    if tools:
-        visible = {*sampling.visible_token_ids, *texts.composer.call_token_ids}
-        sampling = replace(sampling, visible_token_ids=tuple(visible))
-    return _streams(
-        *(texts, lambda: texts.composer.segments(messages, find, tools=tools), sampling, n),
-        *(policy, constraint, priority, timeout),
+    return part_streams(
+        texts,
+        texts.composer.segments(messages, find, tools=tools),
+        with_call_marks(sampling, texts) if tools else sampling,
+        n,
+        policy=policy,
+        constraint=constraint,
+        priority=priority,
+        timeout=timeout,
+        begin=begin,
     )
 
 
@@ -262,10 +315,18 @@ def text_streams(
     timeout: float | None = None,
 ) -> list[PromptStream]:
     """As :func:`chat_streams`, for a prompt that carries its chat template already."""
+    begin = time.perf_counter()
     find = texts.finder(text_ids) if text_ids else texts.find
-    return _streams(
-        *(texts, lambda: texts.composer.formatted_segments(text, find), sampling, n),
-        *(policy, constraint, priority, timeout),
+    return part_streams(
+        texts,
+        texts.composer.formatted_segments(text, find),
+        sampling,
+        n,
+        policy=policy,
+        constraint=constraint,
+        priority=priority,
+        timeout=timeout,
+        begin=begin,
     )
 
 

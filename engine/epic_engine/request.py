@@ -58,6 +58,8 @@ class RequestStats:
         Of the others, tokens covered by compiled chunks (``prefix``: by an earlier prompt).
     recomputed
         Of the linked, tokens computed anew.
+    reused_spans
+        Which tokens of the prompt were taken as they are: ``(start, stop)``, in order, :attr:`reused` in all.
     rows
         Rows run through the model to link, plain tokens and first passes of selective policies included.
     generated
@@ -74,6 +76,7 @@ class RequestStats:
     continued: int = 0
     linked: int = 0
     recomputed: int = 0
+    reused_spans: tuple[tuple[int, int], ...] = ()
     rows: int = 0
     generated: int = 0
     reuse: ReuseKind = "none"

@@ -374,6 +374,7 @@ def test_statistics_and_times() -> None:
         stats = done.stats
         assert (stats.prompt, stats.linked, stats.recomputed, stats.reused) == (33, 22, 16, 6)
         assert (stats.rows, stats.generated, stats.reuse, stats.policy) == (27, 3, "composed", "legolink:6")
+        assert stats.reused_spans == ((11, 14), (24, 27))
         assert passes.rows == [4, 4, 4, 4, 4, 4, 3, 1, 1]  # the last token drawn is not run
         shown = stats.as_dict()
         assert (shown["prompt"], shown["reused"], shown["reuse"], shown["rows"]) == (33, 6, "composed", 27)

@@ -12,7 +12,7 @@ from epic_engine.memory.paged_kv import PagedKV
 from epic_engine.memory.residency import Lease
 from epic_engine.request import RequestStats
 
-from .layout import Layout, LinkPlan, whole_runs
+from .layout import Layout, LinkPlan, runs_between, whole_runs
 from .policies import Choice
 
 __all__ = ["LinkedPrompt"]
@@ -136,6 +136,9 @@ class LinkedPrompt:
         stats.linked = self.plan.linked
         stats.recomputed = self.plan.recomputed
         stats.rows = len(self.plan.rows) + self._probed
+        first = self._settled
+        runs = runs_between(len(self.layout) - first, [row - first for row in self.plan.rows])
+        stats.reused_spans = tuple((first + a, first + b) for a, b in runs)
         stats.times.load, stats.times.link = self.load_seconds, self.link_seconds
         if stats.reused:
             new = [s for s in self.layout.linked if s.start >= self._settled]
