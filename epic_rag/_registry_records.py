@@ -17,6 +17,7 @@ __all__ = [
     "KEY_FORM",
     "ChunkRecord",
     "DocumentRecord",
+    "ListedDocument",
     "check_chunks",
     "check_embeddings",
     "chunk_from_row",
@@ -97,6 +98,23 @@ class DocumentRecord:
     added_at: float
 
 
+@dataclass(frozen=True)
+class ListedDocument:
+    """A document as it is listed.
+
+    Attributes
+    ----------
+    document
+        The document.
+    chunks, tokens
+        How many it holds.
+    """
+
+    document: DocumentRecord
+    chunks: int
+    tokens: int
+
+
 def check_chunks(doc_id: str, chunks: Sequence[ChunkRecord]) -> None:
     """Refuse chunks that are not a document's own, numbered from 0."""
     for place, chunk in enumerate(chunks):
@@ -133,7 +151,13 @@ def document_row(document: DocumentRecord) -> tuple[Any, ...]:
 def document_from_row(row: Sequence[Any]) -> DocumentRecord:
     """Return the document of a row of :data:`DOCUMENT_COLUMNS`."""
     doc_id, source, content_hash, settings_hash, metadata, added_at = row
-    return DocumentRecord(doc_id, source, content_hash, settings_hash, json.loads(metadata), added_at)
+    try:
+        found = json.loads(metadata)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise RegistryError(f"the metadata of document {doc_id!r} are damaged: add the document again")
+    return DocumentRecord(doc_id, source, content_hash, settings_hash, found, added_at)
 
 
 def chunk_row(chunk: ChunkRecord, embedding: npt.NDArray[np.float32]) -> tuple[Any, ...]:
@@ -151,4 +175,6 @@ def chunk_row(chunk: ChunkRecord, embedding: npt.NDArray[np.float32]) -> tuple[A
 def chunk_from_row(row: Sequence[Any]) -> ChunkRecord:
     """Return the chunk of a row of :data:`CHUNK_COLUMNS`."""
     chunk_id, doc_id, ordinal, text, packed, key = row
+    if len(packed) % 4:
+        raise RegistryError(f"the token ids of chunk {chunk_id!r} are damaged: add its document again")
     return ChunkRecord(chunk_id, doc_id, ordinal, text, tuple(np.frombuffer(packed, "<i4").tolist()), key)

@@ -100,6 +100,9 @@ def translated_errors(path: Path) -> Iterator[None]:
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+    # Nothing in the file is a program: a registry that somebody else made has no say in what runs here.
+    connection.execute("PRAGMA trusted_schema = OFF")
+    connection.execute("PRAGMA cell_size_check = ON")
     # One read transaction: another process that makes the tables right now must be seen whole or not at all.
     connection.execute("BEGIN")
     try:
@@ -107,6 +110,8 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     finally:
         connection.execute("COMMIT")
     connection.execute("PRAGMA foreign_keys = ON")
+    # What is deleted is overwritten: it may be somebody's text.
+    connection.execute("PRAGMA secure_delete = ON")
     _use_write_ahead_log(connection, path)
     # FULL: in a write-ahead log NORMAL may lose the last transactions at a power cut, and the keys that
     # put_document reported as freed are deleted elsewhere on the strength of them.
@@ -137,6 +142,8 @@ def _check_format(connection: sqlite3.Connection, path: Path) -> int:
         raise RegistryError(
             f"{path} is the SQLite file of another program: use another directory, or move the file away"
         )
+    if connection.execute("SELECT 1 FROM sqlite_master WHERE type IN ('trigger', 'view')").fetchone():
+        raise RegistryError(f"{path} holds triggers or views, which no registry has: remove them, or ingest again")
     if version > SCHEMA_VERSION:
         raise RegistryError(
             f"the registry {path} has format {version}, this version reads up to {SCHEMA_VERSION}: upgrade "

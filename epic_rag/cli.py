@@ -14,6 +14,18 @@ import typer
 from epic_engine.errors import EpicError
 
 from epic_rag.benchmarks.command import bench_app
+from epic_rag.cli_options import (
+    ContextOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    KOption,
+    KvDtypeOption,
+    ModelOption,
+    PolicyOption,
+    StoreOption,
+    TokensOption,
+)
 from epic_rag.console import (
     answer_footer,
     demo_table,
@@ -25,46 +37,31 @@ from epic_rag.console import (
 )
 from epic_rag.evaluation.command import evaluate
 from epic_rag.evaluation.tune_command import tune_store
+from epic_rag.store_commands import store_app
 
 if TYPE_CHECKING:
-    from epic_engine import FileStore
-
     from epic_rag.pipeline import EpicRAG
-    from epic_rag.registry import Registry
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(help="RAG answers in a fraction of the time.", no_args_is_help=True, add_completion=False)
-store_app = typer.Typer(help="Look into a store, check it, remove documents.", no_args_is_help=True)
 app.add_typer(store_app, name="store")
 app.add_typer(bench_app, name="bench")
 
-StoreOption = Annotated[Path, typer.Option("--store", help="Directory of documents and compiled chunks.")]
-ModelOption = Annotated[
-    str, typer.Option("--model", help="Folder, hub id, .gguf file or 'smollm2'.", envvar="EPIC_RAG_MODEL")
-]
-PolicyOption = Annotated[
-    str, typer.Option("--policy", help="Link policy, e.g. full, naive, legolink:16; auto is the store's own.")
-]
-ContextOption = Annotated[
-    str,
-    typer.Option("--context", help="Compile context: isolated, sink:n, head, neighbours:n; auto is the store's own."),
-]
-DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
-DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
-KOption = Annotated[int, typer.Option("--k", "-k", min=1, help="Chunks to retrieve.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-TokensOption = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer in tokens.")]
+_INTERRUPTED = 130
 
 
 def main() -> None:
     """Run the command line: errors of ours become one line and exit code 1, Ctrl-C becomes 130."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
-        # Without its standalone mode typer returns the code of an Exit.
-        sys.exit(app(standalone_mode=False) or 0)
+        # Without its standalone mode typer returns the code of an Exit; Ctrl-C becomes one, too.
+        code = app(standalone_mode=False) or 0
+        if code == _INTERRUPTED:
+            _interrupted()
+        sys.exit(code)
     except EpicError as error:
-        err.print(f"error: {error}", style="red", markup=False, highlight=False)
+        err.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:
         _interrupted()
@@ -80,8 +77,8 @@ def main() -> None:
 
 
 def _interrupted() -> None:
-    err.print("stopped; what was finished is kept, and the same command goes on from there.")
-    sys.exit(130)
+    err.print("stopped; what was finished is kept, and the same command does the rest.")
+    sys.exit(_INTERRUPTED)
 
 
 @contextlib.contextmanager
@@ -110,15 +107,31 @@ def ingest(
             help="Whether the KV that chunks fall back to when a neighbour is deleted is kept: twice the disk.",
         ),
     ] = True,
+    kv_dtype: KvDtypeOption = "auto",
+    compression: Annotated[
+        str | None, typer.Option(help="zstd compresses new chunks: fewer bytes, slower to load.")
+    ] = None,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="What all chunks may take from now on, such as 8GiB: the least worthy go."),
+    ] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Read, chunk, compile and index documents. Unchanged ones cost nothing; an interrupted run is resumed."""
+    from epic_engine.memory.budget import parse_size
+
     from epic_rag.chunking import ChunkingConfig
 
-    chunking = ChunkingConfig(max_tokens=max_chunk_tokens)
-    options: dict[str, Any] = {"context": context, "chunking": chunking, "keep_head_forms": keep_head_forms}
+    options: dict[str, Any] = {
+        "context": context,
+        "chunking": ChunkingConfig(max_tokens=max_chunk_tokens),
+        "keep_head_forms": keep_head_forms,
+        "kv_dtype": kv_dtype,
+        "compression": compression,
+        "max_bytes": None if max_bytes is None else parse_size(max_bytes),
+    }
     with (
         _open(store, model, must_exist=False, device=device, dtype=dtype, **options) as rag,
         ingest_progress() as progress,
@@ -145,6 +158,7 @@ def ask(
     context: ContextOption = "auto",
     k: KOption = 5,
     max_tokens: TokensOption = 200,
+    kv_dtype: KvDtypeOption = "auto",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     as_json: JsonOption = False,
@@ -152,7 +166,8 @@ def ask(
     """Answer a question from the documents in a store."""
     from epic_engine import SamplingParams
 
-    with _open(store, model, must_exist=True, context=context, policy=policy, device=device, dtype=dtype) as rag:
+    options = {"context": context, "policy": policy, "kv_dtype": kv_dtype, "device": device, "dtype": dtype}
+    with _open(store, model, must_exist=True, **options) as rag:
         stream = rag.stream(question, k=k, sampling=SamplingParams(max_tokens=max_tokens))
         for piece in stream:
             if not as_json:
@@ -192,6 +207,7 @@ def chat(
     context: ContextOption = "auto",
     k: KOption = 4,
     max_tokens: TokensOption = 200,
+    kv_dtype: KvDtypeOption = "auto",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
 ) -> None:
@@ -199,7 +215,8 @@ def chat(
     from epic_engine import SamplingParams
 
     history: list[dict[str, str]] = []
-    with _open(store, model, must_exist=True, context=context, policy=policy, device=device, dtype=dtype) as rag:
+    options = {"context": context, "policy": policy, "kv_dtype": kv_dtype, "device": device, "dtype": dtype}
+    with _open(store, model, must_exist=True, **options) as rag:
         while True:
             try:
                 question = out.input("[bold]you: [/bold]").strip()
@@ -231,13 +248,15 @@ def demo(
     k: KOption = 8,
     policy: PolicyOption = "auto",
     context: ContextOption = "auto",
+    kv_dtype: KvDtypeOption = "auto",
 ) -> None:
     """Ingest a real corpus, ask several questions, and time the first token three ways."""
     from epic_rag import demo as demonstration
     from epic_rag.chunking import ChunkingConfig
 
     chunking = ChunkingConfig(max_tokens=demonstration.CHUNK_TOKENS)
-    with _open(store, model, must_exist=False, policy=policy, context=context, chunking=chunking) as rag:
+    options: dict[str, Any] = {"policy": policy, "context": context, "kv_dtype": kv_dtype, "chunking": chunking}
+    with _open(store, model, must_exist=False, **options) as rag:
         spec, gate = rag.engine.spec, rag.engine.selftest
         checked = f"; correctness gate passed (relative error {gate.linked_error:.1e})" if gate else ""
         kind = str(spec.dtype).removeprefix("torch.")
@@ -303,107 +322,6 @@ def doctor(
 
 app.command("eval")(evaluate)
 app.command("tune")(tune_store)
-
-
-def _files(store: Path) -> tuple[Registry, FileStore]:
-    if not (store / "registry.sqlite").is_file():
-        raise typer.BadParameter(f"{store} is no store: it holds no registry.sqlite.")
-    from epic_engine import FileStore
-
-    from epic_rag.registry import Registry
-
-    return Registry.open(store / "registry.sqlite"), FileStore(store / "chunks")
-
-
-@store_app.command("ls")
-def store_ls(store: StoreOption, as_json: JsonOption = False) -> None:
-    """List documents."""
-    registry, chunks = _files(store)
-    with registry, contextlib.closing(chunks):
-        rows = [
-            {
-                "doc_id": d.doc_id,
-                "source": d.source,
-                "chunks": len(registry.chunks(d.doc_id)),
-                "added_at": d.added_at,
-            }
-            for d in registry.documents()
-        ]
-    if as_json:
-        print(json.dumps(rows))
-        return
-    for row in rows:
-        out.print(f"{row['chunks']:>6} chunks  {row['doc_id']}", highlight=False, markup=False, soft_wrap=True)
-
-
-@store_app.command("stats")
-def store_stats(store: StoreOption, as_json: JsonOption = False) -> None:
-    """Count documents, chunks, tokens and bytes."""
-    registry, chunks = _files(store)
-    with registry, contextlib.closing(chunks):
-        compiled = list(chunks.entries())
-        contexts = sorted({c.context for c in compiled})
-        facts = {
-            **registry.counts(),
-            "compiled_chunks": len(compiled),
-            "kv_bytes": sum(c.nbytes for c in compiled),
-            **{f"kv_bytes {c}": sum(x.nbytes for x in compiled if x.context == c) for c in contexts},
-            "models": len({c.fingerprint for c in compiled}),
-        }
-    if as_json:
-        print(json.dumps(facts))
-        return
-    for name, value in facts.items():
-        out.print(f"{name:>20}  {value}", highlight=False)
-
-
-@store_app.command("verify")
-def store_verify(
-    store: StoreOption,
-    repair: Annotated[bool, typer.Option("--repair", help="Drop what is damaged or unnamed.")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Compare every compiled chunk with its checksum; exit code 1 if something is wrong."""
-    registry, chunks = _files(store)
-    with registry, contextlib.closing(chunks), err.status("reading every chunk …"):
-        report = chunks.verify(repair=repair)
-        held = {c.key.hex for c in chunks.entries()}
-        absent = sorted(registry.all_keys() - held)
-    facts = {**vars(report), "not_compiled": absent, "clean": report.clean}
-    if as_json:
-        print(json.dumps(facts))
-    else:
-        out.print(
-            f"{report.checked} chunks checked: {len(report.corrupt)} corrupt, {len(report.missing)} missing, "
-            f"{len(report.orphans)} files without entry, {len(absent)} to compile when they are next used"
-            + (" (repaired)" if repair and not report.clean else ""),
-            highlight=False,
-        )
-    if not report.clean and not repair:
-        raise typer.Exit(1)
-
-
-@store_app.command("rm")
-def store_rm(
-    doc_ids: Annotated[list[str], typer.Argument(help="Documents, as `store ls` names them.")],
-    store: StoreOption,
-) -> None:
-    """Forget documents and the KV that no other document shares."""
-    registry, chunks = _files(store)
-    from epic_engine.chunks import content_digest
-
-    with registry, contextlib.closing(chunks):
-        namespaces = {c.namespace for c in chunks.entries()}
-        for given in doc_ids:
-            # Files are known by their absolute paths; a relative one means the same file.
-            path = Path(given).absolute().as_posix()
-            doc_id = path if given not in registry and path in registry else given
-            records = registry.chunks(doc_id) if doc_id in registry else []
-            freed = {key for key in registry.delete_document(doc_id) if not registry.reference_count(key)}
-            # What was compiled behind the text that goes must go, too.
-            contents = [content_digest(r.token_ids) for r in records if r.key in freed]
-            count = sum(chunks.erase(namespace, contents) for namespace in namespaces)
-            out.print(f"forgot {doc_id}: {count} compiled chunks freed", highlight=False, markup=False)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from epic_engine import ChunkKey, CompileContext, CompileEstimate, Engine
 from epic_engine.compiler import pack
 
 from epic_rag.compiling import compile_chunks, parse_context_name
+from epic_rag.errors import RegistryError
 from epic_rag.ingest import PendingDocument
 from epic_rag.neighbours import FormIndex, Pool
 from epic_rag.prompt import PromptComposer
@@ -125,7 +126,9 @@ class CorpusCompiler:
         ]
         return self._engine.forget(spare)
 
-    def pool(self, pending: Sequence[PendingDocument], vectors: Sequence[Vectors]) -> Pool | None:
+    def pool(
+        self, pending: Sequence[PendingDocument], vectors: Sequence[Vectors], *, known_too: bool = True
+    ) -> Pool | None:
         """Everything that may become a neighbour: what is being added and what is there; None if none is wanted.
 
         Parameters
@@ -134,12 +137,14 @@ class CorpusCompiler:
             Documents that are being added.
         vectors
             Embeddings of their chunks, in the same order.
+        known_too
+            Whether everything that is there may become a neighbour; reading it takes time in large corpora.
         """
         if not self.wants_neighbours:
             return None
         new = [ids for p in pending for ids in p.ids]
         replaced = {p.document.doc_id for p in pending}
-        known, matrix = self._registry.embeddings()
+        known, matrix = self._registry.embeddings() if known_too else ([], np.empty((0, 0), np.float32))
         keep = [i for i, chunk_id in enumerate(known) if chunk_id.rpartition("#")[0] not in replaced]
         known, matrix = [known[i] for i in keep], matrix[keep]
 
@@ -149,7 +154,7 @@ class CorpusCompiler:
             return [new[i] if i < len(new) else records[known[i - len(new)]] for i in places]
 
         texts = [text for p in pending for text in p.texts]
-        texts += self._registry.texts(known)
+        texts += self._registry.texts(known) if known else []
         everything = np.concatenate([*vectors, matrix]) if known else np.concatenate(vectors)
         return Pool(texts, everything, resolve, self._forms)
 
@@ -283,6 +288,16 @@ def frozen_head(context: str, registry: Registry, composer: PromptComposer) -> t
     if parse_context_name(context)[0] not in ("head", "neighbours"):
         return ()
     stored = registry.get_setting("compile_head")
-    ids = tuple(json.loads(stored)) if stored else composer.head_ids
+    ids = _ids(stored) if stored else composer.head_ids
     registry.freeze_setting("compile_head", json.dumps(list(ids)))
     return ids
+
+
+def _ids(stored: str) -> tuple[int, ...]:
+    try:
+        ids = json.loads(stored)
+    except (ValueError, RecursionError):
+        ids = None
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise RegistryError("the head that this directory's chunks were compiled behind is damaged: ingest again.")
+    return tuple(ids)

@@ -10,10 +10,10 @@ import hashlib
 import re
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Match", "TextIndex"]
+__all__ = ["Match", "TextIndex", "best_cover"]
 
 # Texts begin to be told apart by so many characters; shorter ones have an index of their own.
 _ANCHOR = 32
@@ -131,9 +131,12 @@ class TextIndex:
         prompt
             Any text.
         """
+        return best_cover(self.matches(prompt))
+
+    def matches(self, prompt: str) -> list[Match]:
+        """Wherever known texts stand in a prompt, however they overlap."""
         with self._lock:
-            found = {(m.start, m.stop): m for m in reversed(list(self._candidates(prompt)))}
-        return _best_cover(sorted(found.values(), key=lambda m: (m.stop, m.start)))
+            return list(self._candidates(prompt))
 
     def _candidates(self, prompt: str) -> Iterator[Match]:
         starts = [match.start() for match in _WORD_START.finditer(prompt)]
@@ -160,8 +163,10 @@ def _spread(places: list[int]) -> list[int]:
     return sorted(chosen, key=lambda place: abs(place - places[len(places) // 2]))
 
 
-def _best_cover(matches: list[Match]) -> list[Match]:
-    """The matches without overlap that cover most characters; ``matches`` are sorted by their ends."""
+def best_cover(found: Sequence[Match]) -> list[Match]:
+    """The matches without overlap that cover most characters, in order; of several in one place the first counts."""
+    first = {(m.start, m.stop): m for m in reversed(found)}
+    matches = sorted(first.values(), key=lambda m: (m.stop, m.start))
     stops = [m.stop for m in matches]
     best = [0]
     before: list[int] = []

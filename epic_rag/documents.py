@@ -117,6 +117,8 @@ def _decode(data: bytes, path: Path, encoding: str = "utf-8-sig", why: str = "is
             f"{path}: {why}: byte {data[offset]:#04x} at offset {offset} does not decode ({error.reason}). "
             "Find out its encoding and convert the file, e.g. `iconv -f WINDOWS-1252 -t UTF-8`"
         ) from error
+    except (LookupError, UnicodeError) as error:  # Python has codecs that are no encodings of text
+        raise DocumentError(f"{path}: {why}: {error}. Correct the encoding that it declares") from error
 
 
 def _read_text(path: Path) -> tuple[str, dict[str, str]]:
@@ -159,13 +161,16 @@ def _read_html(path: Path) -> tuple[str, dict[str, str]]:
         elif encoding.startswith(("utf-16", "utf-32", "utf-8")):
             encoding = "utf-8-sig"
         markup = _decode(data, path, encoding, f"is not {declared}, as it declares")
-    text, title = html_to_text(_normalise(markup))
+    try:
+        text, title = html_to_text(_normalise(markup))
+    except Exception as error:  # as for PDF
+        raise DocumentError(f"{path}: cannot be read as HTML ({type(error).__name__}: {error}): repair it") from error
     return text, {"title": title} if title else {}
 
 
 def _read_pdf(path: Path) -> tuple[str, dict[str, str]]:
     import pypdf
-    from pypdf.errors import DependencyError, PyPdfError
+    from pypdf.errors import DependencyError
 
     try:
         reader = pypdf.PdfReader(path)
@@ -181,8 +186,9 @@ def _read_pdf(path: Path) -> tuple[str, dict[str, str]]:
         raise DocumentError(f"{path}: is encrypted ({error}): save a copy with `qpdf --decrypt`") from error
     except DocumentError:
         raise
-    except (PyPdfError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        # pypdf lets a broken file surface as whatever its parser stumbled over.
+    except OSError:
+        raise
+    except Exception as error:  # pypdf lets a broken file surface as whatever its parser stumbled over
         raise DocumentError(
             f"{path}: cannot be read as PDF ({type(error).__name__}: {error}): repair it, e.g. with "
             "`qpdf in.pdf out.pdf`, or print it to a new PDF"

@@ -11,36 +11,61 @@ the same one, and the last to let go closes it. A lease also hands out the compi
 from __future__ import annotations
 
 import atexit
+import hashlib
 import logging
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote
 
-from epic_engine import ConfigError, Engine, EngineClosedError
+from epic_engine import ConfigError, Engine, EngineClosedError, FileStore, RemoteStore
 
 from epic_rag.defaults import AUTO
+from epic_rag.publishing import fetch_documents
 from epic_rag.texts import CompiledTexts
 
-__all__ = ["EngineUser", "LazyLease", "Lease", "acquire", "close_all"]
+__all__ = ["EngineUser", "LazyLease", "Lease", "acquire", "close_all", "folder_name"]
 
 logger = logging.getLogger(__name__)
+
+
+# File systems take names of 255 bytes.
+_LONGEST_NAME = 200
+
+
+def folder_name(namespace: str) -> str:
+    """A namespace as the name of a folder, a different one for each; never one that leads elsewhere."""
+    name = quote(namespace, safe="")
+    if name in (".", ".."):
+        return name.replace(".", "%2E")
+    if len(name) > _LONGEST_NAME:  # longer than any that is not shortened
+        return f"{name[: _LONGEST_NAME - 60]}~{hashlib.sha256(namespace.encode()).hexdigest()}"
+    return name
 
 
 class _Shared:
     """One engine, how many hold it, and the compiled texts that were asked for."""
 
-    def __init__(self, key: Hashable, model: Any, tokenizer: Any, home: Path | None, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        key: Hashable,
+        model: Any,
+        tokenizer: Any,
+        home: Path | None,
+        remote: tuple[str, Mapping[str, Any] | None] | None,
+        options: dict[str, Any],
+    ) -> None:
         self.key = key
         self.holders = 0
         # Held, so that no other object can take the identity that is part of the key.
         self.model = model
         self._tokenizer = tokenizer
         self._home = home
+        self._remote = remote
         self._options = options
         self._engine: Engine | None = None
         self._texts: dict[tuple[str, str], CompiledTexts] = {}
@@ -50,10 +75,18 @@ class _Shared:
     def engine(self) -> Engine:
         with self._lock:
             if self._engine is None:
-                chunks = None if self._home is None else self._home / "chunks"
-                self._engine = Engine(self.model, tokenizer=self._tokenizer, store=chunks, **self._options)
+                self._engine = Engine(self.model, tokenizer=self._tokenizer, store=self._store(), **self._options)
                 self._open.callback(self._engine.close)
             return self._engine
+
+    def _store(self) -> Path | RemoteStore | None:
+        if self._home is None or self._remote is None:
+            return None if self._home is None else self._home / "chunks"
+        url, options = self._remote
+        fetch_documents(self._home, url, storage_options=options)
+        store = RemoteStore(url, FileStore(self._home / "chunks"), storage_options=options)
+        self._open.callback(store.close)
+        return store
 
     def texts(self, context: str, policy: str) -> CompiledTexts:
         with self._lock:
@@ -62,7 +95,7 @@ class _Shared:
                 # Ids and texts beside KV in memory: gone with it.
                 self._home = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="epic-rag-")))
             if (context, policy) not in self._texts:
-                folder = self._home / "texts" / quote(engine.config.namespace, safe="")
+                folder = self._home / "texts" / folder_name(engine.config.namespace)
                 opened = CompiledTexts(folder, engine, context=context, policy=policy)
                 self._open.callback(opened.close)
                 self._texts[context, policy] = opened
@@ -240,6 +273,8 @@ def acquire(
     dtype: str = "auto",
     namespace: str = "default",
     max_model_len: int | None = None,
+    remote: str | None = None,
+    remote_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Lease:
     """A share in the engine with these settings; the model is loaded by the first one in this process.
@@ -252,6 +287,9 @@ def acquire(
         Tokenizer of a loaded model.
     store
         Directory; None keeps everything in memory, for as long as anyone holds a share.
+    remote, remote_options
+        URL that another machine publishes its directory to, and what fsspec needs for it; see
+        :mod:`epic_rag.publishing`. Needs a ``store``, in which is kept what was fetched.
     device, dtype, namespace, max_model_len, **options
         As in :class:`~epic_engine.EngineConfig`.
 
@@ -269,7 +307,10 @@ def acquire(
     """
     home = None if store is None else Path(os.path.abspath(Path(store).expanduser()))
     settings = {"device": device, "dtype": dtype, "namespace": namespace, "max_model_len": max_model_len, **options}
-    key = (_identity(model), None if tokenizer is None else id(tokenizer), home, *sorted(settings.items()))
+    if remote is not None and home is None:
+        raise ConfigError("remote=… needs store=…: a directory in which what was fetched is kept.")
+    from_where = None if remote is None else (remote, repr(sorted((remote_options or {}).items())))
+    key = (_identity(model), None if tokenizer is None else id(tokenizer), home, from_where, *sorted(settings.items()))
     try:
         hash(key)
     except TypeError:
@@ -277,7 +318,9 @@ def acquire(
     with _lock:
         shared = _engines.get(key)
         if shared is None:
-            shared = _engines[key] = _Shared(key, model, tokenizer, home, settings)
+            shared = _engines[key] = _Shared(
+                key, model, tokenizer, home, None if remote is None else (remote, remote_options), settings
+            )
         shared.holders += 1
     lease = Lease(shared)
     try:

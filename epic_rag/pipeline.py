@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +16,14 @@ from typing import Any, Self
 
 from epic_engine import (
     ChunkKey,
+    ChunkStore,
     CompileEstimate,
     ConfigError,
     Engine,
+    FileStore,
     InsufficientResourcesError,
     LinkPolicy,
+    RemoteStore,
     SamplingParams,
     Stream,
     parse_policy,
@@ -28,10 +32,11 @@ from epic_engine import (
 from epic_rag.answers import Answer, AnswerStream, Source
 from epic_rag.chunking import Chunker, ChunkingConfig
 from epic_rag.corpus import CorpusCompiler
-from epic_rag.defaults import AUTO, LinkDefaults, load_defaults, save_defaults
+from epic_rag.defaults import AUTO, LinkDefaults, keep_kv_dtype, kept_kv_dtype, load_defaults, save_defaults
 from epic_rag.documents import Document, content_hash
 from epic_rag.ingest import IngestReport, Item, PendingDocument, Progress, batches, read_items
 from epic_rag.prompt import PromptComposer
+from epic_rag.publishing import fetch_documents
 from epic_rag.registry import ChunkRecord, DocumentRecord, Registry
 from epic_rag.retrieval import Embedder, FaissRetriever, Hit, MiniLMEmbedder, Retriever, Vectors
 
@@ -58,8 +63,7 @@ class EpicRAG:
         chunker: Chunker,
         compiler: CorpusCompiler,
         policy: LinkPolicy,
-        *,
-        owns_engine: bool,
+        opened: ExitStack,
     ) -> None:
         self.path = path
         self.engine = engine
@@ -70,7 +74,7 @@ class EpicRAG:
         self.embedder = embedder
         self.retriever: Retriever = FaissRetriever(embedder)
         self._chunker = chunker
-        self._owns_engine = owns_engine
+        self._opened = opened
         self._indexed_at = -1
         self._fell_back = False
         self._lock = threading.RLock()
@@ -87,6 +91,10 @@ class EpicRAG:
         context: str = AUTO,
         policy: str | LinkPolicy = AUTO,
         keep_head_forms: bool = True,
+        compression: str | None = None,
+        max_bytes: int | None = None,
+        remote: str | None = None,
+        remote_options: Mapping[str, Any] | None = None,
         **engine_options: Any,
     ) -> Self:
         """Open a directory of documents, making it if need be.
@@ -113,25 +121,50 @@ class EpicRAG:
         keep_head_forms
             Whether the KV that a chunk falls back to when its neighbour is deleted is kept. Without it a corpus
             compiled with neighbours takes half the disk, and adding documents compiles their neighbours once more.
+        compression, max_bytes
+            Of the chunk store, see :class:`~epic_engine.FileStore`.
+        remote
+            URL that another machine publishes its directory to, see :mod:`epic_rag.publishing`. Documents are taken
+            over from there now, and compiled chunks read from there when they are needed.
+        remote_options
+            For fsspec: credentials, endpoints.
         **engine_options
-            Passed to :class:`~epic_engine.Engine`.
+            Passed to :class:`~epic_engine.Engine`. ``kv_dtype="auto"`` is what the directory's chunks are kept as.
 
         Raises
         ------
         RegistryError
-            If the directory was made with another tokenizer or embedder.
+            If the directory was made with another tokenizer or embedder or for another namespace, or its chunks are
+            kept as another ``kv_dtype``.
+        RagError
+            If newer documents are published than were taken over last, and those here were changed since.
         """
         root = Path(path).expanduser()
         root.mkdir(parents=True, exist_ok=True)
+        if remote is not None:
+            fetch_documents(root, remote, storage_options=remote_options)
         embedder = embedder or MiniLMEmbedder()
-        registry = Registry.open(root / "registry.sqlite")
-        owns = not isinstance(model, Engine)
-        engine: Engine | None = None
-        try:
+        with ExitStack() as opened:
+            registry = opened.enter_context(Registry.open(root / "registry.sqlite"))
             registry.freeze_setting("embedder", embedder.name)
-            engine = model if isinstance(model, Engine) else Engine(model, store=root / "chunks", **engine_options)
-            if isinstance(model, Engine) and engine_options:
-                raise ConfigError(f"an open engine takes no options: {', '.join(engine_options)}.")
+            if isinstance(model, Engine):
+                if engine_options or compression or max_bytes or remote:
+                    raise ConfigError("an open engine takes no options: give them to it, or to its store.")
+                keep_kv_dtype(registry, model.config.kv_dtype)
+                engine = model
+            else:
+                kv_dtype = engine_options.pop("kv_dtype", AUTO)
+                if kv_dtype == AUTO:
+                    kv_dtype = kept_kv_dtype(registry) or AUTO
+                keep_kv_dtype(registry, kv_dtype)
+                local = FileStore(root / "chunks", compression=compression, max_bytes=max_bytes)
+                opened.callback(local.close)
+                store: ChunkStore = local
+                if remote is not None:
+                    store = RemoteStore(remote, local, storage_options=remote_options)
+                    opened.callback(store.close)
+                engine = opened.enter_context(Engine(model, store=store, kv_dtype=kv_dtype, **engine_options))
+            registry.freeze_setting("namespace", engine.config.namespace)
             if engine.tokenizer is None:
                 raise ConfigError("the engine has no tokenizer: pass tokenizer=… with a loaded model.")
             composer = (
@@ -154,12 +187,7 @@ class EpicRAG:
                 keep_head_forms=keep_head_forms,
             )
             chosen = parse_policy(defaults.policy if policy == AUTO else policy)
-        except BaseException:
-            registry.close()
-            if owns and engine is not None:
-                engine.close()
-            raise
-        return cls(root, engine, registry, embedder, composer, chunker, compiler, chosen, owns_engine=owns)
+            return cls(root, engine, registry, embedder, composer, chunker, compiler, chosen, opened.pop_all())
 
     # -- ingestion ---------------------------------------------------------------------------------------------
 
@@ -208,7 +236,8 @@ class EpicRAG:
                     "some space, or use a smaller model."
                 )
             report.compiled_chunks, report.compiled_tokens = estimate.chunks, estimate.tokens
-        self._store(pending, progress)
+        if pending:
+            self._store(pending, progress)
         if pending or self._fell_back:
             self.refresh()
         self.compiler.tidy()
@@ -454,10 +483,8 @@ class EpicRAG:
     # -- life --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the registry, and the engine unless it was passed in open."""
-        self.registry.close()
-        if self._owns_engine:
-            self.engine.close()
+        """Close the registry, and the engine with its store unless it was passed in open."""
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self

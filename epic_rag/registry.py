@@ -12,10 +12,11 @@ returns (write-ahead log, ``synchronous=FULL``); a killed process leaves whole d
 """
 
 import difflib
+import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +32,7 @@ from epic_rag._registry_records import (
     KEY_FORM,
     ChunkRecord,
     DocumentRecord,
+    ListedDocument,
     check_chunks,
     check_embeddings,
     chunk_from_row,
@@ -38,9 +40,10 @@ from epic_rag._registry_records import (
     document_from_row,
     document_row,
 )
+from epic_rag._registry_statements import LISTED, check_dimension, keys_of, unreferenced
 from epic_rag.errors import DocumentNotFoundError, RegistryError
 
-__all__ = ["ChunkRecord", "DocumentRecord", "Registry"]
+__all__ = ["ChunkRecord", "DocumentRecord", "ListedDocument", "Registry"]
 
 # Far below SQLite's limit on the variables of one statement.
 _BATCH: Final = 500
@@ -142,10 +145,10 @@ class Registry:
         with self._transaction() as connection:
             old: set[str] = set()
             for document, dimension, rows in ready:
-                old.update(_keys_of(connection, document.doc_id))
+                old.update(keys_of(connection, document.doc_id))
                 connection.execute("DELETE FROM documents WHERE doc_id = ?", (document.doc_id,))
                 if rows:
-                    _check_dimension(connection, dimension)
+                    check_dimension(connection, dimension)
                 connection.execute(
                     f"INSERT INTO documents ({DOCUMENT_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)",
                     document_row(document),
@@ -154,7 +157,7 @@ class Registry:
                     f"INSERT INTO chunks ({CHUNK_COLUMNS}, token_count, embedding) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                     rows,
                 )
-            return _unreferenced(connection, sorted(old))
+            return unreferenced(connection, sorted(old))
 
     def delete_document(self, doc_id: str) -> list[str]:
         """Delete a document and its chunks.
@@ -170,19 +173,19 @@ class Registry:
             If there is no such document; names close matches.
         """
         with self._transaction() as connection:
-            old = _keys_of(connection, doc_id)
+            old = keys_of(connection, doc_id)
             if connection.execute("DELETE FROM documents WHERE doc_id = ?", (doc_id,)).rowcount == 0:
                 raise self._no_document(doc_id)
-            return _unreferenced(connection, old)
+            return unreferenced(connection, old)
 
     def delete_documents(self, doc_ids: Iterable[str]) -> list[str]:
         """As :meth:`delete_document` for each, in one transaction; unknown ids are passed over."""
         with self._transaction() as connection:
             old: set[str] = set()
             for doc_id in doc_ids:
-                old.update(_keys_of(connection, doc_id))
+                old.update(keys_of(connection, doc_id))
                 connection.execute("DELETE FROM documents WHERE doc_id = ?", (doc_id,))
-            return _unreferenced(connection, sorted(old))
+            return unreferenced(connection, sorted(old))
 
     def get_document(self, doc_id: str) -> DocumentRecord:
         """Return a document.
@@ -201,6 +204,36 @@ class Registry:
         """Return all documents, sorted by id."""
         rows = self._rows(f"SELECT {DOCUMENT_COLUMNS} FROM documents ORDER BY doc_id")
         return [document_from_row(row) for row in rows]
+
+    def listed(self, after: str = "", limit: int = 100) -> list[ListedDocument]:
+        """Return the next documents in the order of their ids, with what they hold.
+
+        Parameters
+        ----------
+        after
+            The last id that was seen; empty to begin.
+        limit
+            Most documents to return.
+        """
+        rows = self._rows(f"{LISTED} WHERE doc_id > ? ORDER BY doc_id LIMIT ?", (after, limit))
+        return [ListedDocument(document_from_row(row[:-2]), *row[-2:]) for row in rows]
+
+    def listed_document(self, doc_id: str) -> ListedDocument | None:
+        """Return a document with what it holds, or None if there is no such document."""
+        rows = self._rows(f"{LISTED} WHERE doc_id = ?", (doc_id,))
+        return ListedDocument(document_from_row(rows[0][:-2]), *rows[0][-2:]) if rows else None
+
+    def ending_before(self, name: str, number: float) -> list[str]:
+        """Return the ids of documents whose metadata hold a number up to this one under a name, sorted."""
+        value = "json_extract(metadata, '$.' || json_quote(?))"
+        statement = f"SELECT doc_id FROM documents WHERE CAST({value} AS REAL) <= ? ORDER BY doc_id"
+        return [row[0] for row in self._rows(statement, (name, number))]
+
+    def set_metadata(self, metadata: Mapping[str, Mapping[str, str]]) -> None:
+        """Give documents, by their ids, other metadata, in one transaction; unknown ids are passed over."""
+        rows = [(json.dumps(dict(new), ensure_ascii=False), doc_id) for doc_id, new in metadata.items()]
+        with self._transaction() as connection:
+            connection.executemany("UPDATE documents SET metadata = ? WHERE doc_id = ?", rows)
 
     # Chunks
 
@@ -284,6 +317,8 @@ class Registry:
         rows = self._rows("SELECT chunk_id, embedding FROM chunks ORDER BY doc_id, ordinal")
         if not rows:
             return [], np.empty((0, 0), np.float32)
+        if len({len(row[1]) for row in rows}) > 1 or len(rows[0][1]) % 4:
+            raise RegistryError(f"embeddings in {self._path} are damaged: restore a backup, or ingest again")
         flat = np.frombuffer(b"".join(row[1] for row in rows), "<f4")
         return [row[0] for row in rows], flat.astype(np.float32).reshape(len(rows), -1 if flat.size else 0)
 
@@ -337,12 +372,20 @@ class Registry:
         )
         return dict(zip(("documents", "chunks", "tokens"), map(int, rows[0]), strict=True))
 
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Return the numbers of chunks and tokens of each document that has any."""
+        rows = self._rows("SELECT doc_id, count(*), sum(token_count) FROM chunks GROUP BY doc_id")
+        return {doc_id: (chunks, tokens) for doc_id, chunks, tokens in rows}
+
     def changes_token(self) -> int:
         """Return a number that grows with every change committed by any process, this one included.
 
         Equal numbers mean that nothing derived from the registry, such as a search index, is out of date.
         """
-        return int(self._rows("SELECT revision FROM state")[0][0])
+        rows = self._rows("SELECT revision FROM state")
+        if not rows:
+            raise RegistryError(f"the registry {self._path} is damaged: restore a backup, or ingest again")
+        return int(rows[0][0])
 
     # Settings
 
@@ -428,22 +471,3 @@ class Registry:
         close = close or difflib.get_close_matches(str(doc_id), ids, n=3)
         hint = f"did you mean {', '.join(map(repr, close))}?" if close else "list the ids with documents()"
         return DocumentNotFoundError(f"document {doc_id!r} is not in the registry {self._path}: {hint}")
-
-
-def _check_dimension(connection: sqlite3.Connection, dimension: int) -> None:
-    row = connection.execute("SELECT length(embedding) / 4 FROM chunks LIMIT 1").fetchone()
-    if row is not None and row[0] != dimension:
-        raise RegistryError(
-            f"embeddings have {dimension} dimensions, those in the registry {row[0]}: use the same embedder, "
-            "or ingest into a new directory"
-        )
-
-
-def _keys_of(connection: sqlite3.Connection, doc_id: str) -> list[str]:
-    rows = connection.execute("SELECT DISTINCT key FROM chunks WHERE doc_id = ? ORDER BY key", (doc_id,))
-    return [row[0] for row in rows]
-
-
-def _unreferenced(connection: sqlite3.Connection, keys: Iterable[str]) -> list[str]:
-    used = "SELECT 1 FROM chunks WHERE key = ? LIMIT 1"
-    return [key for key in keys if connection.execute(used, (key,)).fetchone() is None]

@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -28,66 +27,14 @@ from epic_rag.prompt import PromptComposer, TextPart
 from epic_rag.registry import ChunkRecord, DocumentRecord, Registry
 from epic_rag.retrieval import Vectors
 from epic_rag.structured import Grammars
+from epic_rag.text_items import AddReport, Drift, TextItem
 
 __all__ = ["AddReport", "CompiledTexts", "Drift", "TextItem", "cut_known"]
 
 Prompt = list[tuple[int, ...] | ChunkKey]
 
-
-@dataclass(frozen=True)
-class TextItem:
-    """A text to compile.
-
-    Attributes
-    ----------
-    text_id
-        The application's id of it.
-    text
-        As it will be prompted; white space at its ends does not count.
-    group
-        What it is part of, such as a document's id; deleted as one.
-    vector
-        Embedding, for compile contexts that look for similar texts; None without one.
-    """
-
-    text_id: str
-    text: str
-    group: str = ""
-    vector: Sequence[float] | None = field(default=None, compare=False)
-
-
-@dataclass
-class AddReport:
-    """What :meth:`CompiledTexts.add` did: ids of texts."""
-
-    added: list[str] = field(default_factory=list)
-    updated: list[str] = field(default_factory=list)
-    unchanged: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Drift:
-    """Where an application's index and the compiled texts disagree.
-
-    Attributes
-    ----------
-    missing
-        Ids that the index has and that were not compiled.
-    stale
-        Ids that were compiled and that the index has no more.
-    changed
-        Ids whose text differs.
-    lost
-        Ids whose KV the store has lost.
-    """
-
-    missing: tuple[str, ...] = ()
-    stale: tuple[str, ...] = ()
-    changed: tuple[str, ...] = ()
-    lost: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.stale or self.changed or self.lost)
+# Stands for the settings that a text was tokenised with.
+_GIVEN_IDS = "token ids were given"
 
 
 class CompiledTexts:
@@ -107,7 +54,7 @@ class CompiledTexts:
     Raises
     ------
     RegistryError
-        If the directory was made with another tokenizer.
+        If the directory was made with another tokenizer, or for another namespace.
     ConfigError
         If the engine has no tokenizer, or context or policy are unknown.
     """
@@ -121,6 +68,7 @@ class CompiledTexts:
         self.composer = PromptComposer(engine.tokenizer, "", documents_header="", question_prefix="")
         self.registry = Registry.open(Path(path).expanduser() / "texts.sqlite")
         try:
+            self.registry.freeze_setting("namespace", engine.config.namespace)
             self.registry.freeze_setting("tokenizer", self.composer.tokenizer.digest)
             defaults = load_defaults(self.registry, engine.fingerprint)
             self.policy = parse_policy(defaults.policy if policy == AUTO else policy)
@@ -132,22 +80,32 @@ class CompiledTexts:
             raise
         self._index = TextIndex()
         self._indexed_at = -1
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # for changes; compiling takes its time
+        self._indexing = threading.Lock()
         self._grammars: Grammars | None = None
         self._making_grammars = threading.Lock()
 
     # -- in step with an index -----------------------------------------------------------------------------------
 
-    def add(self, items: Iterable[TextItem], *, progress: Callable[[int, int], None] | None = None) -> AddReport:
+    def add(
+        self,
+        items: Iterable[TextItem],
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        among: Sequence[TextItem] | None = None,
+    ) -> AddReport:
         """Compile texts, or what changed of them; returns when they are durable.
 
         Parameters
         ----------
         items
-            Of one id the last counts. A text without any character but white space is none: it is left out, and what
-            was compiled under its id is removed.
+            Of one id the last counts. A text without token ids or any character but white space is none: it is left
+            out, and what was compiled under its id is removed.
         progress
             Called with tokens done and tokens to do.
+        among
+            Texts that these may be compiled behind, where the context has neighbours; None looks through all that are
+            kept.
 
         Raises
         ------
@@ -156,40 +114,78 @@ class CompiledTexts:
         """
         report = AddReport()
         last = {item.text_id: item for item in items}
-        wanted = {text_id: item for text_id, item in last.items() if item.text.strip()}
+        wanted = {text_id: item for text_id, item in last.items() if item.token_ids or item.text.strip()}
         with self._lock:
             self.remove(text_id for text_id in last if text_id not in wanted)
             todo: list[TextItem] = []
+            described: dict[str, Mapping[str, str]] = {}
             for item in wanted.values():
                 known = self._record(item.text_id)
-                if known is not None and known.text == item.text.strip() and self._group_of(item.text_id) == item.group:
-                    report.unchanged.append(item.text_id)
+                if known is None:
+                    report.added.append(item.text_id)
+                    todo.append(item)
                     continue
-                (report.added if known is None else report.updated).append(item.text_id)
-                todo.append(item)
+                document = self.registry.get_document(item.text_id)
+                if not self._holds(known, document, item):
+                    report.updated.append(item.text_id)
+                    todo.append(item)
+                elif document.metadata != item.metadata:
+                    report.updated.append(item.text_id)
+                    described[item.text_id] = item.metadata
+                else:
+                    report.unchanged.append(item.text_id)
+            if described:
+                before = self.registry.changes_token()
+                self.registry.set_metadata(described)
+                self._follow({}, (), before)
             if todo:
-                self._compile(todo, progress)
+                self._compile(todo, progress, among)
         return report
 
-    def _compile(self, items: Sequence[TextItem], progress: Callable[[int, int], None] | None) -> None:
-        texts = [item.text.strip() for item in items]
-        ids = [self.encode(text) for text in texts]
+    def _holds(self, known: ChunkRecord, document: DocumentRecord, item: TextItem) -> bool:
+        """Whether what is compiled is this item's, its metadata aside."""
+        text = item.text.strip()
+        if known.text != text or document.source != item.group:
+            return False
+        if item.token_ids is not None:
+            return known.token_ids == item.token_ids
+        return document.settings_hash != _GIVEN_IDS or known.token_ids == self.encode(text)
+
+    def _compile(
+        self,
+        items: Sequence[TextItem],
+        progress: Callable[[int, int], None] | None,
+        among: Sequence[TextItem] | None,
+    ) -> None:
+        pending = self._pending(items)
+        texts, ids = [p.texts[0] for p in pending], [p.ids[0] for p in pending]
         vectors = self._vectors(items)
-        pending = [
-            PendingDocument(Document(item.text_id, text, source=item.group), "", [text], [own])
-            for item, text, own in zip(items, texts, ids, strict=True)
-        ]
-        keys = self.compiler.compile(ids, texts, vectors, self.compiler.pool(pending, [vectors]), progress)
+        if among is None:
+            pool = self.compiler.pool(pending, [vectors])
+        elif self.compiler.wants_neighbours:
+            pool = self.compiler.pool(self._pending(among), [self._vectors(among)], known_too=False)
+        else:
+            pool = None
+        keys = self.compiler.compile(ids, texts, vectors, pool, progress)
         before = self.registry.changes_token()
         old = [record for item in items if (record := self._record(item.text_id)) is not None]
         records = []
         for number, (item, text, own, key) in enumerate(zip(items, texts, ids, keys, strict=True)):
             digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-            document = DocumentRecord(item.text_id, item.group, digest, "", {}, time.time())
+            settings = "" if item.token_ids is None else _GIVEN_IDS
+            document = DocumentRecord(item.text_id, item.group, digest, settings, item.metadata, time.time())
             chunk = ChunkRecord(f"{item.text_id}#0", item.text_id, 0, text, own, key.hex)
             records.append((document, [chunk], vectors[number : number + 1]))
         self.compiler.erase(old, self.registry.put_documents(records))
         self._follow(dict(zip((item.text_id for item in items), texts, strict=True)), (), before)
+
+    def _pending(self, items: Sequence[TextItem]) -> list[PendingDocument]:
+        pending = []
+        for item in items:
+            text = item.text.strip()
+            ids = self.encode(text) if item.token_ids is None else item.token_ids
+            pending.append(PendingDocument(Document(item.text_id, text, source=item.group), "", [text], [ids]))
+        return pending
 
     def _vectors(self, items: Sequence[TextItem]) -> Vectors:
         """Embeddings as the registry can hold them: all of one dimension, which the first ones set."""
@@ -285,7 +281,7 @@ class CompiledTexts:
         """A text cut into the compiled texts that it holds and what stands between them."""
         parts: list[TextPart] = []
         at = 0
-        for match in self._synced().find(text):
+        for match in self.index().find(text):
             parts += [TextPart(text[at : match.start])] if match.start > at else []
             parts.append(TextPart(text[match.start : match.stop], match.name))
             at = match.stop
@@ -303,12 +299,12 @@ class CompiledTexts:
             In the order in which the texts stand in the prompt.
         """
         records = [self._record(text_id) for text_id in text_ids]
-        known = [(record.doc_id, record.text) for record in records if record is not None]
+        known = [(record.doc_id, record.text) for record in records if record is not None and record.text]
         return lambda text: cut_known(text, known, self.find)
 
-    def _synced(self) -> TextIndex:
-        """The index of texts, brought in step with the registry, which another process may have changed."""
-        with self._lock:
+    def index(self) -> TextIndex:
+        """The index of texts by their ids, in step with the registry, which another process may have changed."""
+        with self._indexing:
             now = self.registry.changes_token()
             if now != self._indexed_at:
                 records = {chunk_id.rpartition("#")[0]: text for chunk_id, text in self.registry.all_texts().items()}
@@ -380,15 +376,14 @@ class CompiledTexts:
         return self.registry.all_chunks()
 
     def _follow(self, added: Mapping[str, str], gone: Iterable[str], before: int) -> None:
-        """Note our own changes in the index of texts, which then is still in step if it was before them."""
-        if self._indexed_at == before:
-            self._index.discard(gone)
-            for name, text in added.items():
-                self._index.add(name, text)
-            self._indexed_at = self.registry.changes_token()
-
-    def _group_of(self, text_id: str) -> str:
-        return self.registry.get_document(text_id).source
+        """Note one change of our own in the index of texts, which then is still in step if it was before it."""
+        with self._indexing:
+            if self._indexed_at == before:
+                self._index.discard(gone)
+                for name, text in added.items():
+                    self._index.add(name, text)
+                # Not the number of now: another process may have made the next change.
+                self._indexed_at = before + 1
 
     def close(self) -> None:
         """Close the directory; the engine stays open."""

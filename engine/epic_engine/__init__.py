@@ -37,8 +37,12 @@ if TYPE_CHECKING:
     from .request import Completion, RequestStats, StageTimes, StreamEvent
     from .request_options import RequestOptions
     from .sampler import TokenLogprob
+    from .storage.exchange import ExportReport, ImportReport, export_chunks, import_chunks
     from .storage.file_store import FileStore
     from .storage.memory_store import MemoryStore
+    from .storage.publish import PublishReport, publish
+    from .storage.published import RemoteStatus
+    from .storage.remote import RemoteStore
     from .storage.store import ChunkInfo, ChunkStore, GcReport, StoreUsage, VerifyReport
     from .stream import Stream
 
@@ -57,8 +61,10 @@ __all__ = [
     "EngineClosedError",
     "EngineConfig",
     "EpicError",
+    "ExportReport",
     "FileStore",
     "GcReport",
+    "ImportReport",
     "InsufficientResourcesError",
     "LinkPolicy",
     "LinkedPrompt",
@@ -66,6 +72,9 @@ __all__ = [
     "Metrics",
     "ModelLoadError",
     "OutOfPagesError",
+    "PublishReport",
+    "RemoteStatus",
+    "RemoteStore",
     "RequestOptions",
     "RequestStats",
     "SamplingParams",
@@ -83,9 +92,12 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "best_of",
+    "export_chunks",
+    "import_chunks",
     "parse_policies",
     "parse_policy",
     "policy_names",
+    "publish",
 ]
 
 _HOMES = {
@@ -104,7 +116,15 @@ _HOMES = {
     "parse_policies": ".linking.policies",
     "parse_policy": ".linking.policies",
     "policy_names": ".linking.policies",
+    "ExportReport": ".storage.exchange",
+    "ImportReport": ".storage.exchange",
+    "export_chunks": ".storage.exchange",
+    "import_chunks": ".storage.exchange",
     "FileStore": ".storage.file_store",
+    "RemoteStore": ".storage.remote",
+    "RemoteStatus": ".storage.published",
+    "PublishReport": ".storage.publish",
+    "publish": ".storage.publish",
     "MemoryStore": ".storage.memory_store",
     "ChunkInfo": ".storage.store",
     "ChunkStore": ".storage.store",

@@ -117,7 +117,7 @@ class ChunkLibrary(ABC):
         """
         self._check_open()
         preferred = self.key_of(token_ids, context)
-        if self.store.info(preferred) is not None:
+        if self.has(preferred):
             return preferred
         forms = self.forms(token_ids)
         best = max(forms, key=lambda f: (bool(f.depends), f.context == "head", f.created), default=None)
@@ -177,11 +177,15 @@ class ChunkLibrary(ABC):
             If a chunk is empty or holds ids outside the vocabulary.
         ContextLengthError
             If a chunk and its context exceed ``max_model_len``.
+        ChunkNotFoundError
+            If the context has neighbours that this model and namespace do not have.
         InsufficientResourcesError
             If the KV would not fit the store, or a batch not the memory; before any work.
         """
         self._check_open()
         where = self.parse_context(context)
+        for neighbour in where.neighbours:  # before anything of them is read
+            self._info(neighbour)
         keys = [ChunkKey.of(self.fingerprint, self.config.namespace, where.identity, ids) for ids in chunks]
         for index, ids in enumerate(chunks):
             self._check_ids(ids, f"chunk {index}")

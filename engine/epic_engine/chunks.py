@@ -60,8 +60,13 @@ class ChunkKey:
         token_ids
             The chunk's exact tokens.
         """
+        return cls.of_content(fingerprint, namespace, context, content_digest(token_ids))
+
+    @classmethod
+    def of_content(cls, fingerprint: str, namespace: str, context: str, content: str) -> ChunkKey:
+        """Key of the tokens with this :func:`content_digest`; otherwise as :meth:`of`."""
         digest = hashlib.sha256()
-        for part in (str(FORMAT_VERSION), fingerprint, namespace, context, content_digest(token_ids)):
+        for part in (str(FORMAT_VERSION), fingerprint, namespace, context, content):
             raw = part.encode()
             digest.update(struct.pack("<q", len(raw)) + raw)
         return cls(digest.hexdigest())

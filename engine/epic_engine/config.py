@@ -15,6 +15,7 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 _DEVICES = ("auto", "cpu", "cuda")
 _PLACEMENTS = ("auto", "map", "pool")
 _KV_DTYPES = ("auto", "bf16", "int8", "fp8")
+_MOST_NAMESPACE = 1024
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,7 @@ class EngineConfig:
             raise ConfigError(f"dtype={self.dtype!r} cannot be used: pick one of {', '.join(_DTYPES)}.")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"max_model_len={self.max_model_len} must be at least 2 tokens.")
-        if not self.namespace or "\0" in self.namespace:
-            raise ConfigError("namespace must be a non-empty string without NUL.")
+        _check_namespace(self.namespace)
         if self.rows_per_step < 1:
             raise ConfigError(f"rows_per_step={self.rows_per_step} must be at least 1.")
         if self.prefix_cache_bytes < 0:
@@ -109,6 +109,17 @@ class EngineConfig:
             raise ConfigError(f"stall_seconds={self.stall_seconds} must be 0 or above, and finite.")
         if self.max_running < 1:
             raise ConfigError(f"max_running={self.max_running} must be at least 1.")
+
+
+def _check_namespace(name: str) -> None:
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        size = 0
+    if not 0 < size <= _MOST_NAMESPACE or "\0" in name:
+        raise ConfigError(
+            f"namespace={name[:80]!r} cannot be used: give 1 to {_MOST_NAMESPACE} bytes of UTF-8 text without NUL."
+        )
 
 
 @dataclass(frozen=True)

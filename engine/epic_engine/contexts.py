@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from .chunks import ChunkKey, content_digest
 from .errors import ConfigError
 
-__all__ = ["CompileContext", "parse_context"]
+__all__ = ["CompileContext", "identity_behind", "parse_context"]
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,22 @@ class CompileContext:
     def identity(self) -> str:
         """What a chunk key records: the tokens, and the keys of neighbours, for these alone shape the KV."""
         own = content_digest(self.token_ids) if self.token_ids else "isolated"
-        if not self.neighbours:
-            return own
-        return hashlib.sha256("/".join([own, *(key.hex for key in self.neighbours)]).encode()).hexdigest()
+        return identity_behind(own, self.neighbours)
+
+
+def identity_behind(own: str, neighbours: Sequence[ChunkKey]) -> str:
+    """Identity of a context with neighbours.
+
+    Parameters
+    ----------
+    own
+        Identity of the context without them.
+    neighbours
+        Their keys, in order; may be empty.
+    """
+    if not neighbours:
+        return own
+    return hashlib.sha256("/".join([own, *(key.hex for key in neighbours)]).encode()).hexdigest()
 
 
 def parse_context(text: str | CompileContext, *, head: Sequence[int], sink_token: int) -> CompileContext:

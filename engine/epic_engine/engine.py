@@ -239,6 +239,8 @@ class Engine(ChunkLibrary):
 
     def _job(self, prompt: Prompt, policy: str | LinkPolicy | None, new: int, after: LinkedPrompt | None) -> LinkJob:
         """Check a prompt and lay a job out for it; ``new`` tokens will follow."""
+        if after is not None:
+            self._check_own(after)
         if after is not None and after.closed:
             raise ConfigError("the prompt to continue was closed: keep it open until its last turn has begun.")
         chosen = self.policy if policy is None else parse_policy(policy)
@@ -357,6 +359,7 @@ class Engine(ChunkLibrary):
         if len({id(linked) for linked, _ in batch}) < len(batch):
             raise ConfigError("a linked prompt stands in the batch twice: append its tokens one after the other.")
         for linked, ids in batch:
+            self._check_own(linked)
             if ids:
                 self._check_ids(ids, "a continuation")
             if linked.closed:
@@ -381,6 +384,10 @@ class Engine(ChunkLibrary):
                 linked.appended_ids += ids[done : done + count]
                 found[index].append(part)
         return [torch.cat(parts) for parts in found.values()]
+
+    def _check_own(self, linked: LinkedPrompt) -> None:
+        if linked.namespace != self.config.namespace:
+            raise ConfigError("a linked prompt belongs to another namespace: link it in this one.")
 
     def _resolve(self, prompt: Prompt) -> list[tuple[int, ...] | ChunkInfo]:
         """Check the prompt's segments; looks into the catalogue but touches no KV."""
@@ -427,7 +434,7 @@ class Engine(ChunkLibrary):
     def unpin(self, keys: Sequence[ChunkKey]) -> None:
         """Let pinned chunks go when memory is needed."""
         self._check_open()
-        self._serving.residency.unpin(keys)
+        self._serving.residency.unpin([key for key in keys if self.has(key)])
 
     def stats(self) -> dict[str, Any]:
         """Requests, tokens, latencies, queues and memory; see :meth:`~epic_engine.metrics.Metrics.stats`."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from epic_rag.cli_options import DatasetOption, DeviceOption, DtypeOption, JsonFileOption, ModelOption
 from epic_rag.console import (
     err,
     ingest_progress,
@@ -29,16 +30,6 @@ _Number = TypeVar("_Number", int, float)
 
 bench_app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 
-ModelOption = Annotated[
-    str, typer.Option("--model", help="Folder, hub id, .gguf file or 'smollm2'.", envvar="EPIC_RAG_MODEL")
-]
-DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
-DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
-DatasetOption = Annotated[
-    str, typer.Option("--dataset", help="A file or generated data set, as `epic-rag eval` takes them.")
-]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")]
-
 
 def _bench_engine(model: str, device: str, dtype: str) -> Engine:
     with err.status("loading the model …"):
@@ -55,7 +46,7 @@ def bench_ttft(
     context: Annotated[str, typer.Option(help="Compile context.")] = "isolated",
     repeats: Annotated[int, typer.Option(min=1, help="Times each prompt is asked with each policy.")] = 1,
     seed: Annotated[int, typer.Option(help="Of the shuffles.")] = 0,
-    json_path: JsonOption = None,
+    json_path: JsonFileOption = None,
     model: ModelOption = "smollm2",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -84,7 +75,7 @@ def bench_scaling(
     chunk_tokens: Annotated[int | None, typer.Option(help="Tokens a chunk; fits the context by default.")] = None,
     policies: Annotated[str, typer.Option(help="Comma-separated.")] = "naive,legolink:16",
     repeats: Annotated[int, typer.Option(min=1)] = 5,
-    json_path: JsonOption = None,
+    json_path: JsonFileOption = None,
     model: ModelOption = "smollm2",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -113,7 +104,7 @@ def bench_ingest(
     limit: Annotated[int, typer.Option(min=1, help="Examples whose documents are compiled.")] = 6,
     contexts: Annotated[str, typer.Option(help="Comma-separated.")] = "isolated,head,neighbours:1,neighbours:2",
     repeats: Annotated[int, typer.Option(min=1)] = 3,
-    json_path: JsonOption = None,
+    json_path: JsonFileOption = None,
     model: ModelOption = "smollm2",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -158,7 +149,7 @@ def bench_serve(
         bool, typer.Option("--quick", help="A small run: caps rates, requests, rounds and tokens.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Of arrivals and draws.")] = 0,
-    json_path: JsonOption = None,
+    json_path: JsonFileOption = None,
     png: Annotated[Path | None, typer.Option("--png", help="Draw latency and throughput into this file.")] = None,
     model: ModelOption = "smollm2",
     device: DeviceOption = "auto",
@@ -219,6 +210,60 @@ def bench_serve(
         png.parent.mkdir(parents=True, exist_ok=True)
         png.write_bytes(picture)
     if result["interrupted"]:
+        raise typer.Exit(130)
+
+
+@bench_app.command("store")
+def bench_store(
+    chunks: Annotated[int, typer.Option(min=1, help="Tiny chunks to put.")] = 1_000_000,
+    batch: Annotated[int, typer.Option(min=1, help="Chunks of one put.")] = 1000,
+    parts: Annotated[str, typer.Option("--part", help="Comma-separated: chunks, loads.")] = "chunks,loads",
+    lookups: Annotated[int, typer.Option(min=1, help="Look-ups of each kind.")] = 10_000,
+    loads: Annotated[int, typer.Option(min=1, help="Chunks whose loads are timed, 8.4 MiB each.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Times each way to load is timed.")] = 7,
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", help="Keep the stores here, and go on with what is there; else they are removed."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the chunks.")] = 0,
+    json_path: JsonFileOption = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw rates and latencies into this PNG file.")] = None,
+) -> None:
+    """The chunk store with very many chunks: puts, look-ups, memory, and loads against plain reads. No model."""
+    from contextlib import nullcontext
+    from tempfile import TemporaryDirectory
+
+    from epic_rag.benchmarks.store import StoreSettings, bench_store
+    from epic_rag.benchmarks.store_plot import draw_store
+    from epic_rag.benchmarks.store_tables import store_tables
+    from epic_rag.evaluation.plots import require_matplotlib
+
+    if plot is not None:
+        require_matplotlib("the picture needs", "--plot")
+    settings = StoreSettings(
+        parts=tuple(part.strip() for part in parts.split(",") if part.strip()),
+        chunks=chunks,
+        batch=batch,
+        lookups=lookups,
+        loads=loads,
+        rounds=rounds,
+        seed=seed,
+    )
+    place = TemporaryDirectory(prefix="epic-store-") if directory is None else nullcontext(str(directory))
+    with place as folder, ingest_progress() as progress:
+        result = bench_store(
+            Path(folder), settings, progress=progress, save=lambda found: _finish(dict(found), json_path)
+        )
+    _finish(result, json_path)
+    for table in store_tables(result):
+        out.print(table)
+    picture = draw_store(result) if plot is not None else None
+    if plot is not None and picture is not None:
+        plot.parent.mkdir(parents=True, exist_ok=True)
+        plot.write_bytes(picture)
+    if result["interrupted"]:
+        if directory is not None:
+            err.print(f"interrupted: the same command with --dir {directory} goes on.", highlight=False)
         raise typer.Exit(130)
 
 

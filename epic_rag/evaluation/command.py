@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from epic_rag.cli_options import DeviceOption, DtypeOption, ModelOption
 from epic_rag.console import err, out, stage_progress
 
 if TYPE_CHECKING:
@@ -43,11 +44,9 @@ def evaluate(
         typer.Option("--json", help="Write the summary here, and each example to OUT.records.jsonl as it is done."),
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with pictures and tables.")] = None,
-    model: Annotated[
-        str, typer.Option("--model", help="Folder, hub id, .gguf file or 'smollm2'.", envvar="EPIC_RAG_MODEL")
-    ] = "smollm2",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    model: ModelOption = "smollm2",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
 ) -> None:
     """Answer quality and fidelity of link policies against full computation. With --json a stopped run goes on."""
     from epic_engine import ConfigError, EngineConfig, parse_policies

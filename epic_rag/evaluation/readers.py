@@ -142,7 +142,7 @@ def _records(path: Path) -> Iterable[tuple[str, Any]]:
                     yield f"line {number}", json.loads(line)
     except OSError as error:
         raise DocumentError(f"the data set {path} cannot be read: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DocumentError(f"the data set {path} is neither JSON lines nor a JSON array: {error}") from error
 
 
@@ -187,6 +187,8 @@ def read_file(
             )
         try:
             example = FORMATS[format](raw, number, count_tokens)
+            if not all(isinstance(text, str) for text in (example.question, *example.documents, *example.answers)):
+                raise TypeError("a text that is no string")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, DocumentError):
                 raise

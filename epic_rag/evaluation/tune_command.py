@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from epic_rag.cli_options import DeviceOption, DtypeOption, JsonFileOption, ModelOption, StoreOption
 from epic_rag.console import err, ingest_progress, out, stage_progress
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ __all__ = ["tune_store"]
 
 
 def tune_store(
-    store: Annotated[Path, typer.Option("--store", help="Directory of documents and compiled chunks.")],
+    store: StoreOption,
     dataset: Annotated[
         Path | None,
         typer.Option("--dataset", help="Your questions: text, one a line, or JSON with question and answers."),
@@ -37,13 +38,11 @@ def tune_store(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Measure, but leave the store's default as it is.")
     ] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
+    json_path: JsonFileOption = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with pictures and tables.")] = None,
-    model: Annotated[
-        str, typer.Option("--model", help="Folder, hub id, .gguf file or 'smollm2'.", envvar="EPIC_RAG_MODEL")
-    ] = "smollm2",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    model: ModelOption = "smollm2",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
 ) -> None:
     """Find the cheapest policy and context that keep full computation's answers on your documents; make it default.
 

@@ -26,7 +26,7 @@ class Gate:
 
     def __init__(self, kv: Tensor, log: Callable[[int], None] = lambda layer: None) -> None:
         self.kv = kv
-        self.nbytes = kv.nbytes
+        self.nbytes, self.shape, self.dtype = kv.nbytes, kv.shape, kv.dtype
         self.open = [threading.Event() for _ in kv]
         self._log = log
 

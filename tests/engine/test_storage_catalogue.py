@@ -120,7 +120,7 @@ def test_a_process_killed_in_a_migration_leaves_one_format_or_the_other(point: s
 
     kill_at(point, lambda: FileStore(tmp_path))
     with closing(sqlite3.connect(tmp_path / "catalogue.sqlite")) as db:
-        assert db.execute("PRAGMA user_version").fetchone() == (2 if point == "migrate.committed" else 1,)
+        assert db.execute("PRAGMA user_version").fetchone() == (3 if point == "migrate.committed" else 1,)
         assert db.execute("SELECT count(*) FROM chunks").fetchone() == (len(chunks),)
     store = FileStore(tmp_path)
     assert all(store.info(i.key) == i and torch.equal(store.load(i.key), kv) for i, kv in chunks)
@@ -162,7 +162,8 @@ def test_every_look_up_goes_by_an_index(tmp_path: Path) -> None:
         # SQLite shows infinity as it does not read it.
         plan = [row[3] for row in reader.execute(f"EXPLAIN QUERY PLAN {text}".replace("-Inf", "-9e999"))]
         assert plan
-        assert not any(step.startswith("SCAN") or "TEMP B-TREE" in step for step in plan), (text, plan)
+        slow = [step for step in plan if step != "SCAN CONSTANT ROW"]  # two numbers are compared
+        assert not any(step.startswith("SCAN") or "TEMP B-TREE" in step for step in slow), (text, plan)
 
 
 def test_entries_are_read_in_pages_while_others_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """At every step between two durable states the process is killed or an error comes: the store stays whole.
 
 One scenario passes every point: old format, puts into several segments, replacing, deleting, a damaged chunk,
-compaction, collection and a rebuild. What `put` returned for is there afterwards, exactly, unless it was deleted.
+compaction, collection, a rebuild and an export. What `put` returned for is there afterwards, exactly, unless it was
+deleted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from epic_engine import ChunkNotFoundError, FileStore
+from epic_engine import ChunkNotFoundError, FileStore, export_chunks
 from epic_engine.storage import faults
 from epic_engine.storage.rebuild import rebuild
 
@@ -95,6 +96,7 @@ def scenario(path: Path, told: Told) -> None:
     rebuild(path)
     store = FileStore(path, segment_bytes=SEGMENT_BYTES)
     _put(store, told, [11])
+    export_chunks(store, path.with_suffix(".export"))
     store.close()
 
 

@@ -269,13 +269,13 @@ def test_a_newer_store_is_refused_and_left_alone(tmp_path: Path) -> None:
     store.put([entry(3)])
     store.close()
     with sqlite3.connect(tmp_path / "catalogue.sqlite") as db:
-        db.execute("PRAGMA user_version=3")
+        db.execute("PRAGMA user_version=4")
     db.close()
     for read_only in (False, True):
-        with pytest.raises(StoreFormatError, match=r"has format 3, this version reads 2: upgrade"):
+        with pytest.raises(StoreFormatError, match=r"has format 4, this version reads 3: upgrade"):
             FileStore(tmp_path, read_only=read_only)
     with sqlite3.connect(tmp_path / "catalogue.sqlite") as db:
-        db.execute("PRAGMA user_version=2")
+        db.execute("PRAGMA user_version=3")
     db.close()
     store = FileStore(tmp_path)
     assert len(list(store.entries())) == 1

@@ -17,6 +17,7 @@ from epic_engine.config import SamplingParams
 from epic_engine.engine import Engine
 from epic_engine.errors import InsufficientResourcesError
 from epic_engine.storage.memory_store import MemoryStore
+from epic_engine.storage.payload import Encoded
 from epic_engine.storage.store import ChunkInfo
 
 from .model_numerics import NOT_CAPTURED, captured, token_ids
@@ -38,9 +39,9 @@ _ROOM = 8 << 30
 class _HostStore(MemoryStore):
     """Chunks in the host's memory, as a store of files leaves them in the page cache."""
 
-    def put(self, chunks: Sequence[tuple[ChunkInfo, Tensor]]) -> None:
+    def put(self, chunks: Sequence[tuple[ChunkInfo, Tensor | Encoded]]) -> None:
         """Keep chunks."""
-        super().put([(info, kv.cpu()) for info, kv in chunks])
+        super().put([(info, kv.cpu() if isinstance(kv, Tensor) else kv) for info, kv in chunks])
 
 
 def run_models(report: Report, device: torch.device, sizes: Sizes) -> None:

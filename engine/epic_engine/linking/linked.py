@@ -37,6 +37,8 @@ class LinkedPrompt:
         Tokens behind the prompt, computed.
     room
         Most tokens that may be appended.
+    namespace
+        Whose it is.
     pending_ids
         Tokens behind those that are not: the last token of an answer, which nothing has followed yet.
     """
@@ -52,6 +54,7 @@ class LinkedPrompt:
         *,
         settled: int = 0,
         probed: int = 0,
+        namespace: str = "default",
     ) -> None:
         self.layout = layout
         self.plan = plan
@@ -63,6 +66,7 @@ class LinkedPrompt:
         self.appended_ids: list[int] = []
         self.pending_ids: list[int] = []
         self.room = 0
+        self.namespace = namespace
         self.load_seconds = 0.0
         self.link_seconds = 0.0
         self._leases = tuple(leases)

@@ -165,7 +165,15 @@ class Linker:
         )
         leases = (*(after.leases if after is not None else ()), hold.lease)
         linked = LinkedPrompt(
-            layout, plan, choice, hold.private, str(request.policy), leases, settled=settled, probed=probe.rows
+            layout,
+            plan,
+            choice,
+            hold.private,
+            str(request.policy),
+            leases,
+            settled=settled,
+            probed=probe.rows,
+            namespace=request.namespace,
         )
         linked.load_seconds = loaded - begin
         linked.link_seconds = time.perf_counter() - loaded

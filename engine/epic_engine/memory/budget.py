@@ -6,7 +6,7 @@ import re
 
 from epic_engine.errors import ConfigError
 
-__all__ = ["available_memory", "format_bytes", "parse_memory"]
+__all__ = ["available_memory", "format_bytes", "parse_memory", "parse_size"]
 
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{p}b": 1000**i for i, p in enumerate("kmgt", start=1)}
@@ -45,15 +45,43 @@ def parse_memory(value: str | int | float | None, free: int, *, share: float = 0
     return wanted
 
 
+def parse_size(text: str) -> int:
+    """Bytes of a size.
+
+    Parameters
+    ----------
+    text
+        ``"8GiB"``, ``"512MB"`` or whole bytes.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be read, or is not positive.
+    """
+    parts = _number_and_unit(text)
+    size = 0 if parts is None or (not parts[1] and "." in parts[0]) else _in_bytes(*parts)
+    if size < 1:
+        raise ConfigError(f'the size {text!r} cannot be read: write "8GiB", "512MB", or whole bytes, at least one.')
+    return size
+
+
+def _number_and_unit(text: str) -> tuple[str, str] | None:
+    match = _TEXT.fullmatch(text)
+    return (match[1], match[2].lower()) if match and match[2].lower() in _UNITS else None
+
+
+def _in_bytes(number: str, unit: str) -> int:
+    return int(float(number) * _UNITS[unit]) if "." in number else int(number) * _UNITS[unit]
+
+
 def _bytes(value: str | int | float, free: int) -> int:
     if isinstance(value, str):
-        match = _TEXT.fullmatch(value)
-        unit = _UNITS.get(match[2].lower()) if match else None
-        if match is None or unit is None:
+        parts = _number_and_unit(value)
+        if parts is None:
             raise ConfigError(f'memory={value!r} cannot be read: write "8GiB", "512MB", bytes, or a fraction as 0.5.')
-        if match[2]:
-            return int(float(match[1]) * unit)
-        value = float(match[1]) if "." in match[1] else int(match[1])
+        if parts[1]:
+            return _in_bytes(*parts)
+        value = float(parts[0]) if "." in parts[0] else int(parts[0])
     if isinstance(value, float):
         if not 0 < value <= 1:
             raise ConfigError(f"memory={value} is no fraction of what is free: use 0 < memory <= 1, or whole bytes.")

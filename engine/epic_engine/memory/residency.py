@@ -170,6 +170,8 @@ class Residency:
                 self._pool.sweep()
                 missing = self._join(lease, dict.fromkeys(keys), urgent)
             infos = [self._info(key) for key in missing]  # asks a data base: not under the lock
+            if missing:
+                self._store.prefetch(missing)
             with self._lock:
                 while not self._complete(lease, infos, urgent):
                     pass
@@ -289,12 +291,23 @@ class Residency:
             return self._recompile(info)
         before = disk_bytes_read()
         kv = self._store.load(info.key)
+        self._check(info, kv)
         after = disk_bytes_read()
         read = after - before if before is not None and after is not None else 0
         cached = in_memory(kv)
         from_disk = 2 * read > kv.nbytes or (cached is not None and cached < 0.5)
         load.source = "disk" if from_disk else "host"
         return kv
+
+    def _check(self, info: ChunkInfo, kv: Tensor) -> None:
+        # Kernels read as much as the tokens say, whatever somebody has put under the key.
+        spec = self._pool.spec
+        expected = (spec.num_layers, 2, spec.num_kv_heads, len(info.token_ids), spec.head_dim)
+        if tuple(kv.shape) != expected or kv.dtype != spec.dtype:
+            raise StoreError(
+                f"chunk {info.key} has KV of shape {list(kv.shape)} and {kv.dtype}, expected are {list(expected)} and "
+                f"{spec.dtype}: it is another model's. Forget it and compile its tokens again."
+            )
 
     def _finished(self, load: Load) -> None:
         resident = load.resident

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from epic_engine.errors import ModelLoadError
 from epic_engine.paths import cache_dir
 
-__all__ = ["load_gguf", "smollm2_file"]
+__all__ = ["check_complete", "load_gguf", "smollm2_file"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,29 @@ def _dequantise() -> dict[str, Any]:
     return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
+def check_complete(name: object, found: Mapping[str, Any]) -> None:
+    """Refuse a model some of whose weights were not in its files: transformers makes them up.
+
+    Parameters
+    ----------
+    name
+        What was loaded.
+    found
+        What ``from_pretrained(…, output_loading_info=True)`` says.
+
+    Raises
+    ------
+    ModelLoadError
+        If weights are missing.
+    """
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise ModelLoadError(
+            f"{name} lacks {len(missing)} of the model's weights, such as {missing[0]}: the files are damaged, "
+            "incomplete or another model's. Fetch them again."
+        )
+
+
 def load_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """Load a GGUF file as a dense model.
 
@@ -84,12 +108,14 @@ def load_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         raise ModelLoadError(f"the GGUF file {path} does not exist.")
     name = f"{_digest(path)[:32]}-{str(dtype).removeprefix('torch.')}-{transformers.__version__}"
     kept = cache_dir() / "models" / name
+    local = {"local_files_only": True, "trust_remote_code": False}
     if (kept / "config.json").is_file():
         try:
-            return (
-                AutoModelForCausalLM.from_pretrained(kept, dtype=dtype, use_safetensors=True, local_files_only=True),
-                AutoTokenizer.from_pretrained(kept, local_files_only=True),
+            model, found = AutoModelForCausalLM.from_pretrained(
+                kept, dtype=dtype, use_safetensors=True, output_loading_info=True, **local
             )
+            check_complete(kept, found)
+            return model, AutoTokenizer.from_pretrained(kept, **local)
         except Exception as error:  # a damaged cache must not be in the way: make it again
             logger.warning("the converted model %s could not be read (%s); converting again", kept, error)
             shutil.rmtree(kept, ignore_errors=True)
@@ -102,10 +128,14 @@ def load_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         dtype,
         kept,
     )
-    where = {"gguf_file": path.name, "local_files_only": True}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
-        model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=dtype, **where, **_dequantise())
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **local)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=dtype, output_loading_info=True, **local, **_dequantise()
+        )
+        check_complete(path, found)
+    except ModelLoadError:
+        raise
     except Exception as error:
         raise ModelLoadError(f"the GGUF file {path} could not be read: {error}") from error
     packed = [n for n, p in model.named_parameters() if not p.is_floating_point()]

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from epic_engine.errors import ConfigError, InsufficientResourcesError, ModelLoadError, UnsupportedModelError
 from epic_engine.memory.budget import available_memory
 
-from .gguf import load_gguf, smollm2_file
+from .gguf import check_complete, load_gguf, smollm2_file
 from .quiet import quiet
 
 __all__ = ["load_model", "pick_device", "pick_dtype"]
@@ -134,6 +135,19 @@ def _check_memory(need: int, device: torch.device) -> None:
         )
 
 
+def _check_layers(config: Any, folder: Path) -> None:
+    """Refuse more layers than there are tensors, before any is made."""
+    tensors = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            tensors += len(weights.keys())
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if layers > tensors:
+        raise ModelLoadError(
+            f"config.json in {folder} names {layers} layers, but the weights hold {tensors} tensors: fetch both again."
+        )
+
+
 def _from_pretrained(name: str, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
     local = Path(name).is_dir()
     looks_like_path = name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1
@@ -151,8 +165,12 @@ def _from_pretrained(name: str, dtype: torch.dtype, device: torch.device) -> tup
                     "them with save_pretrained()."
                 )
             _check_memory(size, device)
+            _check_layers(config, Path(name))
         # Never pickled weights, never code from the model's repository (by default transformers asks on a terminal).
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        )
+        check_complete(name, found)
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (ModelLoadError, InsufficientResourcesError):
         raise

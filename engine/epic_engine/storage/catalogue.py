@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,35 +14,41 @@ from epic_engine.errors import ConfigError
 from . import faults, schema
 from .database import Database
 from .eviction import no_room, victims
-from .schema import unpack_ids
-from .segments import Record
+from .schema import SEGMENT
+from .seals import NAMED, SEALED, entry_of, is_whole, unpack_ids
+from .segments import DTYPES, Record
 from .store import ChunkInfo, StoreUsage
 
-__all__ = ["Catalogue", "Place"]
+__all__ = ["Catalogue", "Place", "place_of_row"]
 
 _PAGE = 1000
 _MOST_VARIABLES = 500
-_INFO = (
-    "c.key, n.name, f.name, c.content, x.name, c.token_ids, c.context_ids, c.nbytes, c.created, c.depends, "
-    "c.expires, c.cost, c.encoding"
-)
-_NAMED = (
-    "FROM chunks c JOIN namespaces n ON n.id = c.namespace JOIN fingerprints f ON f.id = c.fingerprint "
-    "JOIN contexts x ON x.id = c.context"
-)
 _LIVE = "(c.expires IS NULL OR c.expires > ?)"
-_PLACE = (
-    "c.id, c.key, c.segment, s.name, s.kind, c.start, c.offset, c.stored, c.span, c.shape, c.dtype, c.encoding, "
-    "c.checksum"
-)
+_PLACE = f"c.id, c.segment, s.name, s.kind, c.start, c.offset, c.stored, c.span, {SEALED}"
+_PLACED = f"{NAMED} LEFT JOIN segments s ON s.id = c.segment"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a chunk's payload lies, and how to read it; ``span`` is what the whole record takes."""
+    """Where a chunk's payload lies, and how to read it.
+
+    Attributes
+    ----------
+    ident, key
+        The chunk's number and key.
+    segment, name, kind
+        Number, name and kind of its file; the name is empty if the catalogue has lost it.
+    start, offset, stored, span
+        Where its record and its payload begin, bytes of payload and of the whole record.
+    whole
+        Whether the row is what was entered. Of one that is not, nothing can be believed, not even that numbers are
+        numbers, and what follows is empty.
+    shape, dtype, encoding, checksum
+        Of the KV.
+    """
 
     ident: int
-    key: ChunkKey
+    key: bytes
     segment: int
     name: str
     kind: int
@@ -50,10 +56,11 @@ class Place:
     offset: int
     stored: int
     span: int
-    shape: tuple[int, ...]
-    dtype: str
-    encoding: str
-    checksum: bytes
+    whole: bool
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    encoding: str = ""
+    checksum: bytes = b""
 
 
 def _digest(text: str) -> bytes:
@@ -63,26 +70,28 @@ def _digest(text: str) -> bytes:
         raise ConfigError(f"{text[:80]!r} is no digest: hexadecimal digits are expected.") from None
 
 
-def _info(row: tuple[Any, ...]) -> ChunkInfo:
-    key, namespace, fingerprint, content, context, token_ids, context_ids, nbytes, created, depends, *rest = row
-    return ChunkInfo(
-        ChunkKey(key.hex()),
-        namespace,
-        fingerprint,
-        content.hex(),
-        context,
-        unpack_ids(token_ids),
-        unpack_ids(context_ids),
-        nbytes,
-        created,
-        tuple(depends[i : i + 32].hex() for i in range(0, len(depends), 32)),
-        *rest,
-    )
+def place_of_row(row: Sequence[Any]) -> Place:
+    """Where a chunk lies, from a row of :meth:`Catalogue.rows`."""
+    ident, segment, name, kind, start, offset, stored, span = row[:8]
+    entry, numbers = row[8:25], (segment, *row[4:8])
+    shape: tuple[int, ...] = ()
+    dtype, encoding, checksum = "", "", b""
+    whole = is_whole(entry) and set(map(type, numbers)) == {int} and min(numbers) >= 0
+    if whole:
+        try:
+            shape, dtype, encoding, checksum = unpack_ids(entry[13]), entry[14].decode(), entry[12].decode(), entry[15]
+            whole = dtype in DTYPES
+        except ValueError:  # a seal is no signature
+            whole = False
+    name, kind = ("", SEGMENT) if name is None else (name, kind)
+    return Place(
+        ident, entry[0], segment, name, kind, start, offset, stored, span, whole, shape, dtype, encoding, checksum
+    )  # fmt: skip
 
 
-def _place(row: tuple[Any, ...]) -> Place:
-    fields = (row[0], ChunkKey(row[1].hex()), *row[2:9], unpack_ids(row[9]), *row[10:])
-    return Place(*fields)
+def _infos(rows: Iterable[Sequence[Any]]) -> list[ChunkInfo]:
+    """Entries of the rows that are what was entered."""
+    return [info for info in map(entry_of, rows) if info is not None]
 
 
 def _setting(db: sqlite3.Connection, name: str) -> Any:
@@ -97,16 +106,15 @@ class Catalogue(Database):
 
     def info(self, key: ChunkKey) -> ChunkInfo | None:
         """A chunk's entry, unless it is expired."""
-        rows = self.query(f"SELECT {_INFO} {_NAMED} WHERE c.key = ? AND {_LIVE}", (bytes.fromhex(key.hex), time.time()))
-        return _info(rows[0]) if rows else None
+        raw = bytes.fromhex(key.hex)
+        found = _infos(self.query(f"SELECT {SEALED} FROM {NAMED} WHERE c.key = ? AND {_LIVE}", (raw, time.time())))
+        return found[0] if found else None
 
     def place(self, key: ChunkKey) -> Place | None:
         """Where a chunk lies, unless it is expired."""
-        rows = self.query(
-            f"SELECT {_PLACE} FROM chunks c JOIN segments s ON s.id = c.segment WHERE c.key = ? AND {_LIVE}",
-            (bytes.fromhex(key.hex), time.time()),
-        )
-        return _place(rows[0]) if rows else None
+        raw = bytes.fromhex(key.hex)
+        rows = self.query(f"SELECT {_PLACE} FROM {_PLACED} WHERE c.key = ? AND {_LIVE}", (raw, time.time()))
+        return place_of_row(rows[0]) if rows else None
 
     def place_of(self, ident: int) -> tuple[int, int] | None:
         """Segment and start of a chunk's record by the chunk's number, or None."""
@@ -119,18 +127,19 @@ class Catalogue(Database):
         for at in range(0, len(keys), _MOST_VARIABLES):
             part = [bytes.fromhex(key.hex) for key in keys[at : at + _MOST_VARIABLES]]
             marks = ", ".join("?" * len(part))
-            rows = self.query(f"SELECT c.key FROM chunks c WHERE c.key IN ({marks}) AND {_LIVE}", (*part, time.time()))
-            found.update(ChunkKey(key.hex()) for (key,) in rows)
+            rows = self.query(
+                f"SELECT {SEALED} FROM {NAMED} WHERE c.key IN ({marks}) AND {_LIVE}", (*part, time.time())
+            )
+            found.update(ChunkKey(row[0].hex()) for row in rows if is_whole(row))
         return found
 
     def forms(self, namespace: str, fingerprint: str, content: str) -> list[ChunkInfo]:
         """All forms of a content, oldest first."""
         rows = self.query(
-            f"SELECT {_INFO} {_NAMED} WHERE n.name = ? AND c.content = ? AND f.name = ? AND {_LIVE} "
-            "ORDER BY c.created, c.key",
+            f"SELECT {SEALED} FROM {NAMED} WHERE n.name = ? AND c.content = ? AND f.name = ? AND {_LIVE}",
             (namespace, _digest(content), fingerprint, time.time()),
         )
-        return [_info(row) for row in rows]
+        return sorted(_infos(rows), key=lambda info: (info.created, info.key))
 
     def entries(self) -> Iterator[ChunkInfo]:
         """All entries that are not expired, oldest first, a page at a time."""
@@ -141,41 +150,45 @@ class Catalogue(Database):
         after: tuple[float, bytes] = (float("-inf"), b"")
         while True:
             rows = self.query(
-                f"SELECT {_INFO} {_NAMED} WHERE (c.created, c.key) > (?, ?) AND {_LIVE} "
+                f"SELECT {SEALED} FROM {NAMED} WHERE (c.created, c.key) > (?, ?) AND {_LIVE} "
                 "ORDER BY c.created, c.key LIMIT ?",
                 (*after, time.time(), _PAGE),
             )
             if not rows:
                 return
-            after = rows[-1][8], rows[-1][0]
-            yield from map(_info, rows)
+            last = rows[-1][8], rows[-1][0]
+            if not self.query("SELECT (?, ?) > (?, ?)", (*last, *after))[0][0]:
+                raise self.failed(sqlite3.DatabaseError("its index of ages is damaged"))
+            after = last
+            yield from _infos(rows)
 
-    def places(self) -> Iterator[Place]:
-        """Where every chunk lies, the expired ones included, a page at a time."""
-        last = 0
-        while True:
-            rows = self.query(
-                f"SELECT {_PLACE} FROM chunks c JOIN segments s ON s.id = c.segment WHERE c.id > ? "
-                "ORDER BY c.id LIMIT ?",
-                (last, _PAGE),
-            )
-            if not rows:
-                return
-            last = rows[-1][0]
-            yield from map(_place, rows)
+    def rows(self, after: int, limit: int) -> list[tuple[Any, ...]]:
+        """Rows of the first chunks with greater numbers, for checking, the expired included.
 
-    def in_segment(self, segment: int, after: int, limit: int) -> list[tuple[Place, ChunkInfo]]:
-        """The first chunks of a segment whose records begin behind a place, in the order of the file."""
+        Each has what :func:`place_of_row` takes: the chunk's number, the number, name and kind of its file, start,
+        offset, stored, span, and :data:`~epic_engine.storage.seals.SEALED`; then whether it has a rank, and how many
+        dependencies the catalogue has for it.
+        """
+        return self.query(
+            f"SELECT {_PLACE}, r.chunk IS NOT NULL, (SELECT count(*) FROM dependencies d WHERE d.chunk = c.id) "
+            f"FROM {_PLACED} LEFT JOIN ranks r ON r.chunk = c.id WHERE c.id > ? ORDER BY c.id LIMIT ?",
+            (after, limit),
+        )
+
+    def in_segment(self, segment: int, after: int, limit: int) -> list[tuple[Place, ChunkInfo | None]]:
+        """The first chunks of a segment whose records begin behind a place, in the order of the file.
+
+        Those with damaged rows come without an entry.
+        """
         rows = self.query(
-            f"SELECT {_PLACE}, {_INFO} {_NAMED} JOIN segments s ON s.id = c.segment WHERE c.segment = ? AND "
-            "c.start > ? ORDER BY c.start LIMIT ?",
+            f"SELECT {_PLACE} FROM {_PLACED} WHERE c.segment = ? AND c.start > ? ORDER BY c.start LIMIT ?",
             (segment, after, limit),
         )
-        return [(_place(row[:13]), _info(row[13:])) for row in rows]
+        return [(place_of_row(row), entry_of(row[8:])) for row in rows]
 
-    def quarantined(self) -> list[tuple[ChunkKey, str]]:
-        """Chunks that were set aside, with the names of their segments."""
-        return [(ChunkKey(k.hex()), n) for k, n in self.query("SELECT key, segment FROM quarantine ORDER BY id")]
+    def quarantined(self) -> list[str]:
+        """Keys of chunks that were set aside, in hex."""
+        return [row[0].lower() for row in self.query("SELECT hex(key) FROM quarantine ORDER BY id")]
 
     def usage(self, dead: int) -> StoreUsage:
         """Chunks and bytes by namespace and model."""
@@ -186,9 +199,9 @@ class Catalogue(Database):
         aside = self.query("SELECT count(*) FROM quarantine")[0][0]
         return StoreUsage({(n, f): (chunks, nbytes) for n, f, chunks, nbytes in rows}, dead, aside)
 
-    def sound(self) -> None:
-        """Have SQLite check its own file; StoreError if it is damaged."""
-        found = self.query("PRAGMA quick_check(1)")[0][0]
+    def sound(self, *, quick: bool) -> None:
+        """Have SQLite check its own file, with ``quick`` but for its indices; StoreError if it is damaged."""
+        found = self.query(f"PRAGMA {'quick_check' if quick else 'integrity_check'}(1)")[0][0]
         if found != "ok":
             raise self.failed(sqlite3.DatabaseError(found))
 
@@ -218,7 +231,7 @@ class Catalogue(Database):
             for segment, record in records:
                 key = bytes.fromhex(record.info.key.hex)
                 old = db.execute(
-                    "SELECT r.chunk, r.pinned FROM ranks r JOIN chunks c ON c.id = r.chunk WHERE c.key = ?", (key,)
+                    "SELECT c.id, r.pinned FROM chunks c LEFT JOIN ranks r ON r.chunk = c.id WHERE c.key = ?", (key,)
                 ).fetchone()
                 if old:
                     db.execute("DELETE FROM chunks WHERE id = ?", (old[0],))
@@ -339,16 +352,43 @@ class Catalogue(Database):
         """Take a damaged chunk out of the catalogue, unless it has been stored anew or moved meanwhile."""
         with self.transaction() as db:
             gone = db.execute(
-                "DELETE FROM chunks WHERE id = ? AND segment = ? AND start = ?",
+                "DELETE FROM chunks WHERE id = ? AND segment IS ? AND start IS ?",
                 (place.ident, place.segment, place.start),
             ).rowcount
             if gone:
                 db.execute(
                     "INSERT INTO quarantine (key, segment, offset, reason, at) VALUES (?, ?, ?, ?, ?)",
-                    (bytes.fromhex(place.key.hex), place.name, place.offset, reason, time.time()),
+                    (place.key, place.name, place.offset, reason, time.time()),
                 )
             faults.point("quarantine.committing")
         faults.point("quarantine.committed")
+
+    def mend(self, place: Place, record: Record) -> bool:
+        """Enter a chunk as its record says, in place of a damaged row; the pin stays.
+
+        Returns
+        -------
+        bool
+            Whether that was done: not if the row is gone or was moved, or there is another one of the record's chunk.
+        """
+        key = bytes.fromhex(record.info.key.hex)
+        with self.transaction() as db:
+            row = db.execute(
+                "SELECT r.pinned FROM chunks c LEFT JOIN ranks r ON r.chunk = c.id "
+                "WHERE c.id = ? AND c.segment IS ? AND c.start IS ?",
+                (place.ident, place.segment, place.start),
+            ).fetchone()
+            if (
+                row is None
+                or db.execute("SELECT 1 FROM chunks WHERE key = ? AND id != ?", (key, place.ident)).fetchone()
+            ):
+                return False
+            db.execute("DELETE FROM chunks WHERE id = ?", (place.ident,))
+            schema.insert_chunk(
+                db, record.info, (place.segment, record.start, record.offset, record.stored, record.end - record.start),
+                record.shape, record.dtype, record.checksum, clock=_setting(db, "clock") or 0.0, pinned=bool(row[0]),
+            )  # fmt: skip
+            return True
 
     def pin(self, keys: Sequence[ChunkKey], pinned: bool) -> int:
         """Pin or unpin chunks; returns how many there are."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from filelock import FileLock
 
@@ -12,6 +13,7 @@ from .appender import Appender
 from .catalogue import Catalogue, Place
 from .layout import Layout
 from .locks import release, take
+from .mending import mend
 from .schema import SEGMENT
 from .segment_maps import SegmentMaps
 from .segment_table import Segment, SegmentTable
@@ -65,7 +67,7 @@ class Compactor:
         self._emptied: list[tuple[Segment, FileLock | None]] = []
         self._freed = 0
 
-    def run(self, live_share: float, *, raw: bool) -> int:
+    def run(self, live_share: float, *, raw: bool, progress: Callable[[int, int], None] | None = None) -> int:
         """Rewrite what is wasteful; another process that does so already is left to it.
 
         Parameters
@@ -74,6 +76,8 @@ class Compactor:
             Segments of which a smaller share is in use.
         raw
             Whether files of format 1 are rewritten, too, however much of them is in use.
+        progress
+            Called with the segments done and all of them.
 
         Returns
         -------
@@ -95,11 +99,15 @@ class Compactor:
                 self._layout, self._table, self._segment_bytes, (segment.name for segment in wasteful)
             )
             self._since = time.monotonic()
-            for segment in wasteful:
+            for done, segment in enumerate(wasteful):
                 if self._stop.is_set():
                     break
+                if progress:
+                    progress(done, len(wasteful))
                 self._empty(segment)
             self._flush()
+            if progress and not self._stop.is_set():
+                progress(len(wasteful), len(wasteful))
         finally:
             for _, lock in self._emptied:
                 if lock is not None:
@@ -138,13 +146,17 @@ class Compactor:
                     self._flush()
         return True
 
-    def _copy_chunk(self, place: Place, info: ChunkInfo) -> None:
+    def _copy_chunk(self, place: Place, info: ChunkInfo | None) -> None:
         try:
+            if info is None or not place.whole:
+                raise ValueError("its row in the catalogue is damaged")
             payload = as_bytes(self._maps.payload(place))
             if checksum_of([payload]) != place.checksum:
                 raise ValueError("its bytes differ from what was written")
         except (FileNotFoundError, ValueError) as error:
-            self._catalogue.set_aside(place, str(error))
+            # What was mended has a new number, and is copied next time: its segment stays.
+            if not mend(self._catalogue, self._layout, place):
+                self._catalogue.set_aside(place, str(error))
             return
         segment, record = self._appender.append(info, place.shape, place.dtype, [payload])
         faults.point("compact.appended")

@@ -7,6 +7,7 @@ waits for a transaction.
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,26 @@ from typing import Any
 from epic_engine.errors import StoreError, StoreFormatError
 
 from . import schema
+from .log_check import lost_commits
 
-__all__ = ["Database"]
+__all__ = ["FAILURES", "Database", "rebuilding"]
+
+# The driver's second one: what a message quotes from a damaged file may be no UTF-8.
+FAILURES = (sqlite3.Error, UnicodeDecodeError)
+"""What SQLite raises."""
+
+# Keys come in no order: each new one changes pages of its own in the indices, which are written to the log and then to
+# the file, whole. Small pages make that a quarter as many bytes as SQLite's 4096, a long log puts several changes of a
+# page into the file at once, and the cache holds what a million chunks need of the indices' upper levels.
+_PAGE_BYTES = 1024
+_LOG_PAGES = 16 << 10
+_CACHE_KIB = 32 << 10
+
+
+def rebuilding(directory: Path) -> str:
+    """How a new catalogue is made, for messages."""
+    command = f"epic-rag store rebuild --store {shlex.quote(str(directory))}"
+    return f"`{command}`, or epic_engine.storage.rebuild.rebuild()"
 
 
 class Database:
@@ -34,7 +53,7 @@ class Database:
     ------
     StoreFormatError
         If it was written by a newer version, or by an older one and cannot be brought up to date.
-    OSError, sqlite3.Error
+    OSError, sqlite3.Error, UnicodeDecodeError
         If it cannot be opened.
     """
 
@@ -44,15 +63,22 @@ class Database:
         self._read_lock = threading.Lock()
         self._write_lock = threading.RLock()
         self._writer: sqlite3.Connection | None = None
+        if lost_commits(directory / "catalogue.sqlite-wal"):
+            raise sqlite3.DatabaseError("its log, catalogue.sqlite-wal, is damaged: changes that were made are lost")
         if read_only:
             self._reader: sqlite3.Connection | None = self._open_read_only()
             return
         writer = sqlite3.connect(self._file, timeout=60, isolation_level=None, check_same_thread=False)
         try:
+            schema.distrust(writer)
+            writer.execute(f"PRAGMA page_size={_PAGE_BYTES}")  # of a new file; others stay as they are
             writer.execute("PRAGMA journal_mode=WAL")
             writer.execute("PRAGMA synchronous=FULL")
+            writer.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
+            writer.execute(f"PRAGMA wal_autocheckpoint={_LOG_PAGES}")
             self._prepare(writer)
             self._reader = sqlite3.connect(self._file, timeout=60, isolation_level=None, check_same_thread=False)
+            schema.distrust(self._reader)
             self._reader.execute("PRAGMA query_only=ON")
         except BaseException:
             writer.close()
@@ -68,7 +94,7 @@ class Database:
                 if any((self._directory / "segments").glob("*.seg")):
                     raise StoreError(
                         f"the chunk store {self._directory} has lost its catalogue.sqlite: bring it back, make a new "
-                        "one from the segments with epic_engine.storage.rebuild.rebuild(), or remove the segments."
+                        f"one from the segments with {rebuilding(self._directory)}, or remove the segments."
                     )
                 schema.create(db)
             db.execute("COMMIT")
@@ -92,7 +118,7 @@ class Database:
 
     def _open_read_only(self) -> sqlite3.Connection:
         log = self._file.with_name("catalogue.sqlite-wal")
-        error: sqlite3.Error | None = None
+        error: Exception | None = None
         # A database in a directory that cannot be written opens if it is declared immutable; that overlooks the
         # log, so it must be empty.
         for options in ("mode=ro", "immutable=1"):
@@ -104,11 +130,12 @@ class Database:
                     f"{self._file.as_uri()}?{options}", uri=True, timeout=60, isolation_level=None,
                     check_same_thread=False,
                 )  # fmt: skip
+                schema.distrust(db)
                 if not self._version(db):
                     raise sqlite3.OperationalError("it is empty")
                 db.execute("SELECT 1 FROM settings").fetchone()
                 return db
-            except sqlite3.Error as caught:
+            except FAILURES as caught:
                 error = caught
                 if db is not None:
                     db.close()
@@ -134,11 +161,11 @@ class Database:
 
     # -- access ------------------------------------------------------------------------------------------------
 
-    def failed(self, error: sqlite3.Error) -> StoreError:
+    def failed(self, error: Exception) -> StoreError:
         """What is raised where SQLite raises this."""
         return StoreError(
             f"the catalogue of {self._directory} failed: {error}. Free disk space, or try again; if it is damaged, "
-            "make a new one from the segments with epic_engine.storage.rebuild.rebuild()."
+            f"make a new one from the segments with {rebuilding(self._directory)}."
         )
 
     def _check_open(self) -> None:
@@ -152,7 +179,7 @@ class Database:
             assert self._reader is not None
             try:
                 return self._reader.execute(text, values).fetchall()
-            except sqlite3.Error as error:
+            except FAILURES as error:
                 raise self.failed(error) from error
 
     def check_writable(self) -> None:
@@ -188,7 +215,7 @@ class Database:
                 finally:
                     if not durable:
                         db.execute("PRAGMA synchronous=FULL")
-            except sqlite3.Error as error:
+            except (*FAILURES, TypeError, OverflowError) as error:  # damaged rows hold other types
                 raise self.failed(error) from error
 
     # -- settings ----------------------------------------------------------------------------------------------

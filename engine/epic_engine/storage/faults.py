@@ -41,6 +41,9 @@ POINTS = (
     "rebuild.written",
     "rebuild.copied",
     "rebuild.replaced",
+    "export.writing",
+    "export.written",
+    "export.renamed",
 )
 
 _hook: Callable[[str], None] | None = None

@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -25,16 +24,19 @@ from epic_engine.errors import ChunkNotFoundError, ConfigError, StoreError
 from . import faults
 from .appender import Appender
 from .catalogue import Catalogue, Place
+from .checking import verify
 from .compaction import Compactor
+from .database import FAILURES, rebuilding
 from .layout import Layout
 from .leases import Leases
-from .payload import decode, encode
-from .schema import SEGMENT
+from .mending import mend
+from .payload import Encoded, decode, encode
 from .segment_maps import SegmentMaps
 from .segment_table import SegmentTable
-from .segments import DTYPES, Record, as_bytes, checksum_of, read_header
+from .segments import DTYPES, Record, as_bytes, checksum_of
 from .store import ChunkInfo, ChunkStore, GcReport, StoreUsage, VerifyReport
-from .upkeep import Later, collect, orphans, sweep
+from .summary import StoreSummary, summarise
+from .upkeep import Later, collect, sweep
 
 __all__ = ["FileStore"]
 
@@ -99,8 +101,8 @@ class FileStore(ChunkStore):
         self._maps = SegmentMaps(self._layout)
         self._lock = threading.Lock()
         # A tensor is kept for as long as somebody reads it: which those are is for them to say.
-        self._tensors: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()
-        self._intact: set[tuple[int, int]] = set()
+        self._tensors: WeakValueDictionary[bytes, Tensor] = WeakValueDictionary()
+        self._intact: set[bytes] = set()
         self._uses: Counter[int] = Counter()
         if self._catalogue.writable:
             if max_bytes is not None and self._catalogue.setting("max_bytes") != max_bytes:
@@ -114,16 +116,15 @@ class FileStore(ChunkStore):
             try:
                 self._layout.segments.mkdir(parents=True, exist_ok=True)
                 return Catalogue(self.path)
-            except (OSError, sqlite3.Error):
+            except (OSError, *FAILURES):
                 file = self.path / "catalogue.sqlite"
                 if not file.is_file() or all(os.access(path, os.W_OK) for path in (self.path, file)):
                     raise
                 return Catalogue(self.path, read_only=True)
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, *FAILURES) as error:
             raise StoreError(
-                f"the chunk store {self.path} cannot be opened: {error}. Give a directory that can be written, or "
-                "move the damaged catalogue.sqlite away and make a new one from the segments with "
-                "epic_engine.storage.rebuild.rebuild()."
+                f"the chunk store {self.path} cannot be opened: {error}. Give a directory that can be written, or move "
+                f"the damaged catalogue.sqlite away and make a new one from the segments with {rebuilding(self.path)}."
             ) from error
 
     @property
@@ -133,8 +134,8 @@ class FileStore(ChunkStore):
 
     # -- chunks ------------------------------------------------------------------------------------------------
 
-    def put(self, chunks: Sequence[tuple[ChunkInfo, Tensor]]) -> None:
-        """Keep chunks, all of them or none; returns when they are durable.
+    def put(self, chunks: Sequence[tuple[ChunkInfo, Tensor | Encoded]]) -> None:
+        """Keep chunks, all of them or none; returns when they are durable. What is encoded is not rounded again.
 
         Raises
         ------
@@ -168,9 +169,9 @@ class FileStore(ChunkStore):
                 raise
             self._appender.committed()
 
-    def _append(self, info: ChunkInfo, kv: Tensor) -> tuple[int, Record]:
+    def _append(self, info: ChunkInfo, kv: Tensor | Encoded) -> tuple[int, Record]:
         encoded = encode(kv, info.encoding if "+" in info.encoding else info.encoding + self._suffix)
-        entry = _as_stored(info, kv, encoded.encoding)
+        entry = _as_stored(info, encoded)
         dtype = str(encoded.dtype).removeprefix("torch.")
         return self._appender.append(entry, tuple(encoded.shape), dtype, [as_bytes(part) for part in encoded.parts])
 
@@ -192,14 +193,31 @@ class FileStore(ChunkStore):
         StoreError
             If its file cannot be read for another reason.
         """
+        place, kv = self._reach(key, self._read)
+        with self._lock:
+            self._uses[place.ident] += 1
+        if self._catalogue.writable:
+            self._later.ask(_USES_AFTER)
+        return kv
+
+    def stored(self, key: ChunkKey) -> tuple[ChunkInfo, Encoded]:
+        """Entry of a chunk with its stored bytes, mapped and compared with their checksum; raises as :meth:`load`."""
+        place, raw = self._reach(key, self._payload)
+        info = self._catalogue.info(key)
+        if info is None:
+            raise ChunkNotFoundError(f"chunk {key} is not in {self.path}: compile its tokens again.")
+        return info, Encoded((raw,), place.encoding, place.shape, DTYPES[place.dtype])
+
+    def _reach(self, key: ChunkKey, read: Callable[[Place], Tensor]) -> tuple[Place, Tensor]:
+        """Read a chunk where it lies; it is taken out of the catalogue if it is damaged."""
         reason, before = "", None
-        for _ in range(_ATTEMPTS):
+        for attempt in range(_ATTEMPTS):
             found = self._catalogue.place(key)
             if found is None:
                 raise ChunkNotFoundError(f"chunk {key} is not in {self.path}: compile its tokens again.")
             place, spot = found, (found.segment, found.start)
             try:
-                kv = self._read(place)
+                return place, read(place)
             except FileNotFoundError as error:
                 # It may have been copied elsewhere since the catalogue was asked.
                 reason = str(error)
@@ -209,28 +227,34 @@ class FileStore(ChunkStore):
                 continue
             except ValueError as error:
                 reason = str(error)
+                if not attempt and mend(self._catalogue, self._layout, place):
+                    continue
                 break
             except OSError as error:  # says nothing about the chunk: too many open files, no permission, …
                 raise StoreError(f"chunk {key} could not be read from {self.path}: {error}") from error
-            with self._lock:
-                self._uses[place.ident] += 1
-            if self._catalogue.writable:
-                self._later.ask(_USES_AFTER)
-            return kv
         if self._catalogue.writable:
             self._catalogue.set_aside(place, reason)
         raise ChunkNotFoundError(f"chunk {key} was set aside ({reason}): compile its tokens again.")
 
+    def _payload(self, place: Place, *, checked: bool = False) -> Tensor:
+        if not place.whole:
+            raise ValueError("its row in the catalogue is damaged")
+        raw = self._maps.payload(place)
+        if not checked and checksum_of([as_bytes(raw)]) != place.checksum:
+            raise ValueError("its bytes differ from what was written")
+        return raw
+
     def _read(self, place: Place) -> Tensor:
-        spot = place.segment, place.start
+        if not place.whole:
+            raise ValueError("its row in the catalogue is damaged")
+        # Without the checksum, a row whose place was changed would be taken for the chunk that lies there.
+        spot = b"%d %d %d " % (place.segment, place.offset, place.stored) + place.checksum
         with self._lock:
             found = self._tensors.get(spot)
             checked = spot in self._intact
         if found is not None:
             return found
-        raw = self._maps.payload(place)
-        if not checked and checksum_of([as_bytes(raw)]) != place.checksum:
-            raise ValueError("its bytes differ from what was written")
+        raw = self._payload(place, checked=checked)
         kv = decode(raw, place.encoding, place.shape, DTYPES[place.dtype])
         with self._lock:
             self._intact.add(spot)
@@ -263,55 +287,25 @@ class FileStore(ChunkStore):
 
     # -- checking ----------------------------------------------------------------------------------------------
 
-    def verify(self, *, repair: bool = False, quick: bool = False) -> VerifyReport:
+    def verify(
+        self, *, repair: bool = False, quick: bool = False, progress: Callable[[int], None] | None = None
+    ) -> VerifyReport:
         """Compare every chunk and the catalogue with what was written; look for files that nothing names.
+
+        Parameters
+        ----------
+        repair, quick
+            As in :meth:`ChunkStore.verify <epic_engine.ChunkStore.verify>`. A chunk whose row in the catalogue is
+            damaged, but not its record, is reported and entered anew.
+        progress
+            Called with the number of chunks looked at.
 
         Raises
         ------
         StoreError
             If the catalogue itself is damaged, or a file cannot be read for a reason that says nothing about it.
         """
-        report = VerifyReport()
-        self._catalogue.sound()
-        if repair:
-            self._catalogue.check_writable()
-        for place in self._catalogue.places():
-            problem = self._problem(place, quick)
-            # Meanwhile it may have been deleted, or copied elsewhere.
-            if problem is not None and self._still(place):
-                (report.missing if isinstance(problem, FileNotFoundError) else report.corrupt).append(place.key.hex)
-                if repair:
-                    self._catalogue.set_aside(place, str(problem))
-            report.checked += 1
-        report.orphans = [self._layout.relative(path) for path in orphans(self._catalogue, self._layout)]
-        report.quarantined = [key.hex for key, _ in self._catalogue.quarantined()]
-        if repair:
-            sweep(self._catalogue, self._layout, everything=True)
-        return report
-
-    def _problem(self, place: Place, quick: bool) -> Exception | None:
-        """What is wrong with a chunk's bytes, or None."""
-        try:
-            raw = self._maps.whole(place)
-            if place.kind == SEGMENT:
-                record = read_header(raw, place.start)
-                if record is None or (record.info.key, record.offset, record.stored, record.checksum) != (
-                    place.key,
-                    place.offset,
-                    place.stored,
-                    place.checksum,
-                ):
-                    raise ValueError("its header differs from the catalogue")
-            if not quick and checksum_of([as_bytes(self._maps.payload(place))]) != place.checksum:
-                raise ValueError("its bytes differ from what was written")
-        except (FileNotFoundError, ValueError) as error:
-            return error
-        except OSError as error:
-            raise StoreError(f"chunk {place.key} could not be read from {self.path}: {error}") from error
-        return None
-
-    def _still(self, place: Place) -> bool:
-        return self._catalogue.place_of(place.ident) == (place.segment, place.start)
+        return verify(self._catalogue, self._layout, repair=repair, quick=quick, progress=progress)
 
     # -- what stays and what goes ------------------------------------------------------------------------------
 
@@ -331,6 +325,22 @@ class FileStore(ChunkStore):
         """Chunks and bytes by namespace and model, and bytes that :meth:`compact` could give back."""
         return self._catalogue.usage(self._table.dead_bytes())
 
+    @property
+    def budget(self) -> int | None:
+        """What all chunks together may take; None: no limit."""
+        found = self._catalogue.setting("max_bytes")
+        return None if found is None else int(found)
+
+    def set_budget(self, nbytes: int | None) -> None:
+        """Limit what all chunks together may take from the next put on, in every process; None: no limit."""
+        if nbytes is not None and nbytes < 1:
+            raise ConfigError(f"a budget of {nbytes} bytes holds nothing: give at least one byte, or None.")
+        self._catalogue.set("max_bytes", nbytes)
+
+    def summary(self) -> StoreSummary:
+        """Chunks by namespace, model, context and encoding, limits and pins; reads the whole catalogue."""
+        return summarise(self._catalogue)
+
     def gc(self) -> GcReport:
         """Remove what is expired, files and segments that nothing needs, old catalogues and dead leases."""
         self._catalogue.check_writable()
@@ -341,12 +351,27 @@ class FileStore(ChunkStore):
         report.nbytes += freed
         return report
 
-    def compact(self, *, live_share: float = 0.5) -> int:
-        """Give the bytes of deleted chunks back to the disk, and bring files of format 1 into segments."""
-        self._catalogue.check_writable()
-        return self._compact(live_share, raw=True)
+    def compact(self, *, live_share: float = 0.5, progress: Callable[[int, int], None] | None = None) -> int:
+        """Give the bytes of deleted chunks back to the disk, and bring files of format 1 into segments.
 
-    def _compact(self, live_share: float, *, raw: bool, gently: bool = False) -> int:
+        Parameters
+        ----------
+        live_share
+            As in :meth:`ChunkStore.compact <epic_engine.ChunkStore.compact>`.
+        progress
+            Called with the files done and all that are rewritten.
+        """
+        self._catalogue.check_writable()
+        return self._compact(live_share, raw=True, progress=progress)
+
+    def _compact(
+        self,
+        live_share: float,
+        *,
+        raw: bool,
+        gently: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> int:
         with self._compact_lock:
             with self._put_lock:
                 wasteful = {segment.name for segment in self._table.wasteful(live_share, raw=False)}
@@ -354,7 +379,7 @@ class FileStore(ChunkStore):
                     self._appender.close()
             compactor = Compactor(self._catalogue, self._layout, self._segment_bytes, stop=self._stop, gently=gently)
             try:
-                return compactor.run(live_share, raw=raw)
+                return compactor.run(live_share, raw=raw, progress=progress)
             except OSError as error:
                 raise StoreError(
                     f"the segments of {self.path} could not be rewritten: {error}. No chunk is lost: free disk space "
@@ -421,8 +446,8 @@ class FileStore(ChunkStore):
             self._maps.forget(self._maps.held())
 
 
-def _as_stored(info: ChunkInfo, kv: Tensor, encoding: str) -> ChunkInfo:
+def _as_stored(info: ChunkInfo, kept: Encoded) -> ChunkInfo:
     """The entry as the catalogue keeps it."""
-    if (info.nbytes, info.encoding) == (kv.nbytes, encoding):
+    if (info.nbytes, info.encoding) == (kept.kv_nbytes, kept.encoding):
         return info
-    return replace(info, nbytes=kv.nbytes, encoding=encoding)
+    return replace(info, nbytes=kept.kv_nbytes, encoding=kept.encoding)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 import uuid
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from .catalogue import Catalogue
 from .locks import abandoned, release, take
 
 __all__ = ["Leases"]
+
+_OWNER = re.compile("[0-9a-f]{32}")
 
 
 class Leases:
@@ -41,6 +44,11 @@ class Leases:
     def _file(self, owner: str) -> Path:
         return self._directory / f"{owner}.lock"
 
+    def _is_gone(self, owner: object) -> bool:
+        # Locking makes a file, or empties it, so that nothing else may be taken for a lock.
+        named = isinstance(owner, str) and _OWNER.fullmatch(owner) is not None
+        return not named or abandoned(self._file(str(owner)))
+
     def take(self, keys: Sequence[ChunkKey], seconds: float) -> set[ChunkKey]:
         """Take or prolong leases; returns the chunks that nobody else holds."""
         granted: set[ChunkKey] = set()
@@ -58,7 +66,7 @@ class Leases:
                     # More than it lasts lies before its end if the clock was set back since: nobody can tell then.
                     if now < expires <= now + lasts:
                         if owner not in alive:
-                            alive[owner] = not abandoned(self._file(owner))
+                            alive[owner] = not self._is_gone(owner)
                         if alive[owner]:
                             continue
                 db.execute(

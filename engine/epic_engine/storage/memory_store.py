@@ -38,7 +38,7 @@ class MemoryStore(ChunkStore):
         self._clock = 0.0
         self._lock = threading.RLock()
 
-    def put(self, chunks: Sequence[tuple[ChunkInfo, Tensor]]) -> None:
+    def put(self, chunks: Sequence[tuple[ChunkInfo, Tensor | Encoded]]) -> None:
         """Keep chunks."""
         try:
             new = {info.key: (info, _kept(info, kv)) for info, kv in chunks}
@@ -95,6 +95,14 @@ class MemoryStore(ChunkStore):
             kept = entry.kept
             entry.priority = self._clock + entry.uses * weight(entry.info, kept.nbytes)
         return decode(joined(kept), kept.encoding, kept.shape, kept.dtype)
+
+    def stored(self, key: ChunkKey) -> tuple[ChunkInfo, Encoded]:
+        """Entry of a chunk with its KV as it is kept."""
+        with self._lock:
+            entry = self._entry(key)
+            if entry is None:
+                raise ChunkNotFoundError(f"chunk {key} is not in memory: compile its tokens again.")
+            return entry.info, entry.kept
 
     def forms(self, namespace: str, fingerprint: str, content: str) -> list[ChunkInfo]:
         """All compiled forms of some token ids."""
@@ -185,9 +193,9 @@ class MemoryStore(ChunkStore):
         """Nothing is held."""
 
 
-def _kept(info: ChunkInfo, kv: Tensor) -> Encoded:
+def _kept(info: ChunkInfo, kv: Tensor | Encoded) -> Encoded:
     # The payload of what is kept as it is would share the caller's memory.
-    return encode(kv.clone() if info.encoding == "raw" else kv, info.encoding)
+    return encode(kv.clone() if info.encoding == "raw" and isinstance(kv, Tensor) else kv, info.encoding)
 
 
 def _expired(info: ChunkInfo, now: float | None = None) -> bool:

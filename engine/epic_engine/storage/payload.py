@@ -49,6 +49,8 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 # An e4m3 number's bits, moved to where float16 has its exponent and mantissa, are that number over this.
 _E4M3_AS_HALF = 256.0
+# The matrix that keys are turned by has the square of it numbers, whatever the payload has.
+_MOST_HEAD_DIM = 1024
 _LEVEL = 3
 
 
@@ -75,6 +77,11 @@ class Encoded:
     def nbytes(self) -> int:
         """Bytes of all parts."""
         return sum(part.numel() for part in self.parts)
+
+    @property
+    def kv_nbytes(self) -> int:
+        """Bytes of the KV that was encoded."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def encoding_for(kv_dtype: str, dtype: torch.dtype) -> str:
@@ -125,24 +132,28 @@ def encoded_nbytes(shape: Sequence[int], dtype: torch.dtype, encoding: str) -> i
     return 2 * layers * two * heads * tokens + numbers
 
 
-def encode(kv: Tensor, encoding: str) -> Encoded:
+def encode(kv: Tensor | Encoded, encoding: str) -> Encoded:
     """Write KV down.
 
     Parameters
     ----------
     kv
-        ``(layers, 2, kv_heads, tokens, head_dim)``, on any device.
+        ``(layers, 2, kv_heads, tokens, head_dim)``, on any device. Of what is encoded already only the compression is
+        changed, and no number is rounded again.
     encoding
         One of :data:`ENCODINGS`, or one with ``+zstd`` behind it.
 
     Raises
     ------
     ValueError
-        If the encoding is unknown, this is no KV, or (but for ``raw``) it holds numbers that are not finite.
+        If the encoding is unknown, this is no KV, or (but for ``raw``) it holds numbers that are not finite; or if it
+        is encoded otherwise already.
     StoreError
         If zstd is asked for and not installed.
     """
     base, compressed = _parsed(encoding)
+    if isinstance(kv, Encoded):
+        return _recompressed(kv, encoding)
     shape = tuple(kv.shape)
     _checked(shape, kv.dtype, base)
     kv = kv.detach()
@@ -227,7 +238,24 @@ def _checked(shape: Sequence[int], dtype: torch.dtype, base: str) -> tuple[int, 
         raise ValueError(f"KV of {dtype} cannot be stored: floating-point numbers of at least 16 bits are expected.")
     if base == "bf16" and dtype.itemsize <= 2:
         raise ValueError(f"bf16 is for KV wider than 16 bits, not for {dtype}: use raw.")
+    if base in _LARGEST and sizes[4] > _MOST_HEAD_DIM:
+        raise ValueError(f"{base} is for heads of at most {_MOST_HEAD_DIM} dimensions, not {sizes[4]}: use raw.")
     return sizes
+
+
+def _recompressed(kept: Encoded, encoding: str) -> Encoded:
+    (before, packed), (base, compressed) = _parsed(kept.encoding), _parsed(encoding)
+    if before != base:
+        raise ValueError(f"KV that is kept as {before} cannot be kept as {base}: compile its tokens again.")
+    expected = encoded_nbytes(kept.shape, kept.dtype, base)
+    parts = kept.parts
+    if packed and not compressed:
+        parts = (_decompressed(joined(kept), expected),)
+    elif compressed and not packed:
+        parts = (_compressed(parts),)
+    if not packed and kept.nbytes != expected:
+        raise ValueError(f"the payload has {kept.nbytes} bytes, {base} KV of shape {kept.shape} has {expected}.")
+    return Encoded(parts, encoding, kept.shape, kept.dtype)
 
 
 def _finite(numbers: Tensor) -> Tensor:
@@ -236,7 +264,7 @@ def _finite(numbers: Tensor) -> Tensor:
     return numbers
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)
 def _hadamard(dim: int) -> Tensor:
     """An orthogonal, symmetric matrix of equal magnitudes, in blocks where ``dim`` is no power of two."""
     block = torch.ones(1, 1)

@@ -15,7 +15,7 @@ from epic_engine.errors import StoreError
 from . import faults, schema
 from .layout import Layout
 from .locks import release, take
-from .segments import Record, scan, sync_directory
+from .segments import Record, salvage, sync_directory
 
 __all__ = ["rebuild"]
 
@@ -71,9 +71,8 @@ def _rebuild(layout: Layout) -> int:
             cursor = db.execute(
                 "INSERT INTO segments (name, kind, size) VALUES (?, ?, ?)", (name, schema.SEGMENT, path.stat().st_size)
             )
-            with contextlib.suppress(ValueError):  # a damaged header: what is in the file is found by nobody
-                for record in scan(path):
-                    _enter(db, cursor.lastrowid or 0, record)
+            for record in salvage(path):
+                _enter(db, cursor.lastrowid or 0, record)
         count = int(db.execute("SELECT count(*) FROM chunks").fetchone()[0])
         db.execute("COMMIT")
     with open(new, "rb+") as file:
@@ -85,6 +84,8 @@ def _rebuild(layout: Layout) -> int:
         if path.exists():
             shutil.copyfile(path, f"{path}.old")
     faults.point("rebuild.copied")
+    if old.with_name("catalogue.sqlite-wal").exists():
+        old.unlink(missing_ok=True)  # without its log it would pass for the catalogue, and be an older one
     for ending in ("-wal", "-shm"):
         old.with_name(f"catalogue.sqlite{ending}").unlink(missing_ok=True)
     os.replace(new, old)

@@ -5,27 +5,44 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sqlite3
+import struct
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
-import numpy as np
 import xxhash
 
 from epic_engine.chunks import ChunkKey
 
 from . import faults
 from .eviction import weight
-from .segments import DTYPES, sync_directory
+from .seals import NAMED, SEALED, pack_ids, pack_row, seal, unpack_ids, unpack_row
+from .segments import DTYPES, RECORD_HEADER, metadata, read_record, sync_directory, unpack_header
 from .store import ChunkInfo
 
-__all__ = ["RAW_FILE", "SEGMENT", "VERSION", "create", "insert_chunk", "intern", "migrate", "pack_ids", "unpack_ids"]
+__all__ = [
+    "RAW_FILE",
+    "SEGMENT",
+    "VERSION",
+    "create",
+    "distrust",
+    "insert_chunk",
+    "intern",
+    "migrate",
+    "payload_of",
+]
 
-VERSION = 2
+VERSION = 3
 SEGMENT, RAW_FILE = 0, 1  # kinds of segments: a file of records; a safetensors file of format 1, one chunk
 
+_KEY = re.compile("[0-9a-f]{64}")
+# Digests come in no order, so that every entry changes another page of an index: what is few anyway is left out of it.
+_BY_CONTENT = "CREATE INDEX chunks_by_content ON chunks (namespace, content)"
 _STATEMENTS = (
     "CREATE TABLE settings (name TEXT PRIMARY KEY, value) WITHOUT ROWID",
     "CREATE TABLE namespaces (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, quota INTEGER)",
@@ -61,8 +78,9 @@ _STATEMENTS = (
         cost REAL,
         depends BLOB NOT NULL,
         token_ids BLOB NOT NULL,
-        context_ids BLOB NOT NULL)""",
-    "CREATE INDEX chunks_by_content ON chunks (namespace, content, fingerprint, created, key)",
+        context_ids BLOB NOT NULL,
+        seal BLOB NOT NULL)""",
+    _BY_CONTENT,
     "CREATE INDEX chunks_by_age ON chunks (created, key)",
     "CREATE INDEX chunks_by_segment ON chunks (segment, start, span)",
     "CREATE INDEX chunks_by_expiry ON chunks (expires) WHERE expires IS NOT NULL",
@@ -122,14 +140,24 @@ def create(db: sqlite3.Connection) -> None:
         db.execute(statement)
 
 
-def pack_ids(ids: tuple[int, ...]) -> bytes:
-    """Token ids as packed int32."""
-    return np.asarray(ids, dtype="<i4").tobytes()
+def distrust(db: sqlite3.Connection) -> None:
+    """Take nothing in the file for a program; to be called before anything else is read from it.
+
+    Raises
+    ------
+    sqlite3.Error
+        If it holds triggers or views that are not this format's: they would run whenever a table is used.
+    """
+    db.execute("PRAGMA trusted_schema=OFF")
+    db.execute("PRAGMA cell_size_check=ON")
+    known = {_spaced(statement) for statement in _STATEMENTS}
+    for kind, name, text in db.execute("SELECT type, name, sql FROM sqlite_master WHERE type IN ('trigger', 'view')"):
+        if not isinstance(text, str) or _spaced(text) not in known:
+            raise sqlite3.DatabaseError(f"it holds the {kind} {str(name)[:80]!r}, which no chunk store has")
 
 
-def unpack_ids(raw: bytes) -> tuple[int, ...]:
-    """The inverse of :func:`pack_ids`."""
-    return tuple(np.frombuffer(raw, dtype="<i4").tolist())
+def _spaced(statement: str) -> str:
+    return " ".join(statement.split())
 
 
 def intern(db: sqlite3.Connection, table: str, name: str) -> int:
@@ -169,29 +197,32 @@ def insert_chunk(
         Whether it must not be evicted.
     """
     span = place[-1]
+    row = pack_row(info, shape, dtype, checksum)
+    key, _, _, content, _, ids, context_ids, nbytes, created, depends, expires, cost, _, sizes, _, _ = row
     namespace = intern(db, "namespaces", info.namespace)
     cursor = db.execute(
         "INSERT INTO chunks (key, namespace, fingerprint, content, context, segment, start, offset, stored, span, "
-        "nbytes, shape, dtype, encoding, checksum, created, expires, cost, depends, token_ids, context_ids) "
-        f"VALUES ({', '.join('?' * 21)})",
+        "nbytes, shape, dtype, encoding, checksum, created, expires, cost, depends, token_ids, context_ids, seal) "
+        f"VALUES ({', '.join('?' * 22)})",
         (
-            bytes.fromhex(info.key.hex),
+            key,
             namespace,
             intern(db, "fingerprints", info.fingerprint),
-            bytes.fromhex(info.content),
+            content,
             intern(db, "contexts", info.context),
             *place,
-            info.nbytes,
-            pack_ids(shape),
+            nbytes,
+            sizes,
             dtype,
             info.encoding,
             checksum,
-            info.created,
-            info.expires,
-            info.cost,
-            b"".join(bytes.fromhex(d) for d in info.depends),
-            pack_ids(info.token_ids),
-            pack_ids(info.context_ids),
+            created,
+            expires,
+            cost,
+            depends,
+            ids,
+            context_ids,
+            seal(row),
         ),
     )
     value = weight(info, span)
@@ -254,7 +285,7 @@ def _keep_copy(db: sqlite3.Connection, directory: Path, version: int) -> None:
     faults.point("migrate.copied")
 
 
-def _from_1_to_2(db: sqlite3.Connection, directory: Path) -> None:
+def _from_1(db: sqlite3.Connection, directory: Path) -> None:
     """Every file of format 1 becomes a segment of its own, and is read where it lies."""
     db.execute("DROP INDEX IF EXISTS chunks_by_content")
     db.execute("DROP INDEX IF EXISTS dependencies_by_key")
@@ -265,54 +296,119 @@ def _from_1_to_2(db: sqlite3.Connection, directory: Path) -> None:
         "SELECT key, namespace, fingerprint, content, context, token_ids, context_ids, nbytes, shape, dtype, "
         "checksum, created, depends FROM chunks_1 ORDER BY created, key"
     )
-    for row in rows:
-        hexadecimal, namespace, fingerprint, content, context, token_ids, context_ids, nbytes = row[:8]
-        shape, dtype, checksum, created, depends = row[8:]
-        key = bytes.fromhex(hexadecimal)
-        name = f"{hexadecimal[:2]}/{hexadecimal}.safetensors"
-        kind = str(dtype).removeprefix("torch.")
-        dimensions = tuple(json.loads(shape))
+    for key, *row in rows:
+        if not isinstance(key, str) or _KEY.fullmatch(key) is None:
+            raise sqlite3.DatabaseError(f"it holds the row {str(key)[:80]!r}, which is no chunk's")
+        name = f"{key[:2]}/{key}.safetensors"
         try:
-            size, offset = _payload_of(directory / "kv" / name, nbytes)
-            if kind not in DTYPES:
-                raise ValueError(f"dtype {kind} is unknown")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            chunk = _chunk_of_1(key, row)
+            with open(directory / "kv" / name, "rb") as file:
+                size, offset = payload_of(file, chunk.info.nbytes)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             db.execute(
                 "INSERT INTO quarantine (key, segment, offset, reason, at) VALUES (?, ?, 0, ?, ?)",
-                (key, name, f"not readable when the store was brought up to date: {error}", time.time()),
+                (bytes.fromhex(key), name, f"not readable when the store was brought up to date: {error}", time.time()),
             )
             continue
         segment = db.execute("INSERT INTO segments (name, kind, size) VALUES (?, ?, ?)", (name, RAW_FILE, size))
-        info = ChunkInfo(
-            ChunkKey(hexadecimal),
-            namespace,
-            fingerprint,
-            content,
-            context,
-            unpack_ids(token_ids),
-            unpack_ids(context_ids),
-            nbytes,
-            created,
-            tuple(json.loads(depends)),
-        )
-        sum_ = xxhash.xxh3_128_digest(b"") if checksum == "empty" else bytes.fromhex(checksum)
-        place = (segment.lastrowid or 0, 0, offset, nbytes, size)
-        insert_chunk(db, info, place, dimensions, kind, sum_, clock=0.0)
+        place = (segment.lastrowid or 0, 0, offset, chunk.info.nbytes, size)
+        insert_chunk(db, chunk.info, place, chunk.shape, chunk.dtype, chunk.checksum, clock=0.0)
     db.execute("DROP TABLE chunks_1")
 
 
-def _payload_of(file: Path, nbytes: int) -> tuple[int, int]:
-    """Bytes of a safetensors file with one tensor ``kv``, and where the tensor begins."""
-    with open(file, "rb") as handle:
-        size = os.fstat(handle.fileno()).st_size
-        length = int.from_bytes(handle.read(8), "little")
-        if length > size - 8:
-            raise ValueError("its header is damaged")
-        begin, end = json.loads(handle.read(length))["kv"]["data_offsets"]
+@dataclass(frozen=True)
+class _Chunk1:
+    info: ChunkInfo
+    shape: tuple[int, ...]
+    dtype: str
+    checksum: bytes
+
+
+def _chunk_of_1(key: str, row: Sequence[Any]) -> _Chunk1:
+    """A row of format 1; ValueError, TypeError, ... where that could not have been written."""
+    namespace, fingerprint, content, context, token_ids, context_ids, nbytes, shape, dtype, checksum = row[:10]
+    created, depends = row[10:]
+    kind = str(dtype).removeprefix("torch.")
+    if kind not in DTYPES:
+        raise ValueError(f"dtype {kind} is unknown")
+    sizes, digests = json.loads(shape), json.loads(depends)
+    texts = (namespace, fingerprint, content, context, *digests)
+    numbers = type(nbytes) is int and nbytes >= 0 and type(created) is float
+    if not numbers or not all(isinstance(text, str) for text in texts):
+        raise TypeError("its row in the catalogue is damaged")
+    pack_ids(sizes)
+    for digest in (content, *digests):
+        bytes.fromhex(digest)
+    info = ChunkInfo(
+        ChunkKey(key), namespace, fingerprint, content, context, unpack_ids(token_ids), unpack_ids(context_ids),
+        nbytes, created, tuple(digests),
+    )  # fmt: skip
+    sum_ = xxhash.xxh3_128_digest(b"") if checksum == "empty" else bytes.fromhex(checksum)
+    return _Chunk1(info, tuple(sizes), kind, sum_)
+
+
+def payload_of(file: BinaryIO, nbytes: int) -> tuple[int, int]:
+    """Bytes of an open safetensors file with one tensor ``kv``, and where the tensor begins.
+
+    Raises
+    ------
+    ValueError, KeyError, TypeError, RecursionError
+        If it is damaged.
+    OSError
+        If it cannot be read.
+    """
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if length > size - 8:
+        raise ValueError("its header is damaged")
+    begin, end = json.loads(file.read(length))["kv"]["data_offsets"]
+    if type(begin) is not int or type(end) is not int:
+        raise ValueError("its header is damaged")
     offset = 8 + length + begin
     if end - begin != nbytes or begin < 0 or offset + nbytes > size:
         raise ValueError("its header does not fit")
     return size, offset
 
 
-_MIGRATIONS: dict[int, Callable[[sqlite3.Connection, Path], None]] = {1: _from_1_to_2}
+def _from_2(db: sqlite3.Connection, directory: Path) -> None:
+    """Every row gets the seal of the record that it names, so that one which was damaged before is known as such."""
+    db.execute("DROP INDEX chunks_by_content")
+    db.execute(_BY_CONTENT)
+    db.execute("ALTER TABLE chunks ADD COLUMN seal BLOB NOT NULL DEFAULT x''")
+    rows = db.execute(
+        f"SELECT {SEALED}, c.id, c.start, c.offset, c.stored, iif(s.kind = {SEGMENT}, s.name, NULL) FROM {NAMED} "
+        "LEFT JOIN segments s ON s.id = c.segment ORDER BY c.segment, c.start"
+    )
+    seals: list[tuple[bytes, int]] = []
+    with contextlib.ExitStack() as stack:
+        opened, file = None, None
+        for row in rows:
+            ident, start, offset, stored, name = row[17:]
+            if name != opened:
+                stack.close()
+                opened, file = name, None
+                with contextlib.suppress(OSError, ValueError):
+                    file = stack.enter_context(open(directory / "segments" / f"{name}.seg", "rb")) if name else None
+            with contextlib.suppress(TypeError, struct.error):  # what nobody can have written stays without
+                seals.append((_first_seal(row, file, start, offset, stored), ident))
+    db.executemany("UPDATE chunks SET seal = ? WHERE id = ?", seals)
+    db.execute("PRAGMA user_version=3")
+
+
+def _first_seal(row: Sequence[Any], file: BinaryIO | None, start: int, offset: int, stored: int) -> bytes:
+    if file is not None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            file.seek(start)
+            header = unpack_header(file.read(RECORD_HEADER))
+            if header is not None and (header.key, header.offset(start), header.stored) == (row[0], offset, stored):
+                kept = pack_ids(header.shape), header.dtype.encode(), header.checksum
+                # Where the row's metadata has the digest of the record's, there is no need to read that.
+                if kept == row[13:16] and xxhash.xxh3_128_digest(metadata(unpack_row(row))) == header.metadata_sum:
+                    return seal(row)
+                record = read_record(file, start)
+                if record is not None:
+                    return seal(pack_row(record.info, record.shape, record.dtype, record.checksum))
+    return seal(row)
+
+
+_MIGRATIONS: dict[int, Callable[[sqlite3.Connection, Path], None]] = {1: _from_1, 2: _from_2}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from . import faults
 from .catalogue import Catalogue, Place
+from .layout import is_name
 from .schema import SEGMENT
 from .segments import SEGMENT_HEADER, Record
 
@@ -47,7 +48,9 @@ class SegmentTable:
 
     def _select(self, condition: str, *values: object) -> list[Segment]:
         rows = self._catalogue.query(f"SELECT id, name, kind, size, live, gone FROM segments WHERE {condition}", values)
-        return [Segment(row[0], row[1], row[2], row[3], row[4], bool(row[5])) for row in rows]
+        return [
+            Segment(row[0], row[1], row[2], row[3], row[4], bool(row[5])) for row in rows if is_name(row[1], row[2])
+        ]
 
     def all(self) -> list[Segment]:
         """Every segment, oldest first."""
@@ -55,7 +58,8 @@ class SegmentTable:
 
     def leaving(self) -> list[Segment]:
         """Segments that no chunk needs any more and whose files are to be removed."""
-        return self._select("gone ORDER BY id")
+        # Asked again, for the mark is one bit of a file.
+        return self._select("gone AND NOT EXISTS (SELECT 1 FROM chunks WHERE segment = segments.id) ORDER BY id")
 
     def get(self, ident: int) -> Segment | None:
         """A segment, or None if it is gone or about to be removed."""
@@ -143,6 +147,9 @@ class SegmentTable:
             db.execute(
                 "UPDATE segments SET live = coalesce((SELECT sum(span) FROM chunks WHERE segment = segments.id), 0)"
             )
+            db.execute("UPDATE segments SET gone = 0 WHERE gone AND live > 0")
+            for table in ("ranks", "dependencies"):
+                db.execute(f"DELETE FROM {table} WHERE chunk NOT IN (SELECT id FROM chunks)")
             faults.point("collect.committing")
         faults.point("collect.committed")
         return gone

@@ -12,12 +12,13 @@ the next one goes on behind it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import torch
 import xxhash
@@ -33,17 +34,24 @@ from .store import ChunkInfo
 __all__ = [
     "ALIGNMENT",
     "DTYPES",
+    "RECORD_HEADER",
     "SEGMENT_HEADER",
     "Record",
+    "RecordHeader",
     "SegmentWriter",
     "as_bytes",
     "checksum_of",
+    "info_from",
     "map_file",
+    "metadata",
     "pack",
     "padded",
     "read_header",
+    "read_record",
+    "salvage",
     "scan",
     "sync_directory",
+    "unpack_header",
 ]
 
 ALIGNMENT = 64
@@ -56,9 +64,13 @@ _SEGMENT = struct.Struct("<8sII16s24x")
 _RECORD_MAGIC = b"EPICREC2"
 _MOST_DIMENSIONS = 6
 _RECORD = struct.Struct(f"<8sIBBxxQ32s16s16s{_MOST_DIMENSIONS}I8x")
-_RECORD_HEADER = _RECORD.size + 8
+RECORD_HEADER = _RECORD.size + 8
+_DTYPE_NAMES = list(DTYPES)
 _DTYPE_CODES = {name: code for code, name in enumerate(DTYPES)}
 _MOST_BUFFERS = 64
+# What a catalogue can hold.
+_MOST_INT = 2**31 - 1
+_MOST_NUMBER = 2**62
 
 Buffer = bytes | memoryview
 
@@ -162,10 +174,7 @@ def pack(
     """
     if dtype not in _DTYPE_CODES or len(shape) > _MOST_DIMENSIONS:
         raise ValueError(f"KV of {dtype} and shape {list(shape)} cannot be stored: use one of {', '.join(DTYPES)}.")
-    names = ("namespace", "fingerprint", "content", "context", "token_ids", "context_ids", "nbytes", "created")
-    meta: dict[str, Any] = {name: getattr(info, name) for name in names}
-    meta |= {n: getattr(info, n) for n in ("depends", "expires", "cost", "encoding")}
-    text = json.dumps(meta, separators=(",", ":")).encode()
+    text = metadata(info)
     stored = sum(len(p) for p in parts)
     found = checksum_of(parts) if checksum is None else checksum
     header = _RECORD.pack(
@@ -184,6 +193,71 @@ def pack(
     return head + bytes(-len(head) % ALIGNMENT), found, stored
 
 
+def metadata(info: ChunkInfo) -> bytes:
+    """A record's metadata: JSON with all of a chunk's entry but its key."""
+    names = ("namespace", "fingerprint", "content", "context", "token_ids", "context_ids", "nbytes", "created")
+    meta: dict[str, Any] = {name: getattr(info, name) for name in names}
+    meta |= {n: getattr(info, n) for n in ("depends", "expires", "cost", "encoding")}
+    return json.dumps(meta, separators=(",", ":")).encode()
+
+
+class RecordHeader(NamedTuple):
+    """The first 128 bytes of a record.
+
+    Attributes
+    ----------
+    metadata_bytes, metadata_sum
+        Bytes of the metadata that follow, and their XXH3-128.
+    dtype, shape
+        Of the KV.
+    stored, checksum
+        Bytes of the payload, and their XXH3-128.
+    key
+        Of the chunk.
+    """
+
+    metadata_bytes: int
+    dtype: str
+    stored: int
+    key: bytes
+    metadata_sum: bytes
+    checksum: bytes
+    shape: tuple[int, ...]
+
+    def offset(self, start: int) -> int:
+        """Where the payload of a record lies that begins at ``start``."""
+        return padded(start + RECORD_HEADER + self.metadata_bytes)
+
+
+def unpack_header(head: bytes) -> RecordHeader | None:
+    """A record's header, None if these are not the 128 bytes of one or it is damaged."""
+    if len(head) != RECORD_HEADER or not head.startswith(_RECORD_MAGIC) or not _intact(head):
+        return None
+    _, length, code, dimensions, stored, key, text_sum, payload_sum, *shape = _RECORD.unpack(head[:-8])
+    if code >= len(DTYPES) or dimensions > _MOST_DIMENSIONS or max(shape) > _MOST_INT:
+        return None
+    return RecordHeader(length, _DTYPE_NAMES[code], stored, key, text_sum, payload_sum, tuple(shape[:dimensions]))
+
+
+def read_record(file: BinaryIO, start: int) -> Record | None:
+    """The record that begins at a place of an open segment, as :func:`read_header` has it."""
+    size = os.fstat(file.fileno()).st_size
+    file.seek(start)
+    header = unpack_header(file.read(RECORD_HEADER))
+    if header is None or header.offset(start) + header.stored > size:
+        return None
+    return _record(header, file.read(header.metadata_bytes), start)
+
+
+def _record(header: RecordHeader, text: bytes, start: int) -> Record | None:
+    if xxhash.xxh3_128_digest(text) != header.metadata_sum:
+        return None
+    info = info_from(header.key, text)
+    if info is None:
+        return None
+    return Record(info, header.shape, header.dtype, header.checksum, start, header.offset(start), header.stored)
+
+
 def read_header(raw: Tensor, start: int) -> Record | None:
     """The record that begins at a place of a segment, without a look at its payload; None if there is no whole one.
 
@@ -194,24 +268,36 @@ def read_header(raw: Tensor, start: int) -> Record | None:
     start
         A multiple of the alignment.
     """
-    head = bytes(as_bytes(raw[start : start + _RECORD_HEADER]))
-    if len(head) < _RECORD_HEADER or not head.startswith(_RECORD_MAGIC) or not _intact(head):
+    header = unpack_header(bytes(as_bytes(raw[start : start + RECORD_HEADER])))
+    if header is None or header.offset(start) + header.stored > len(raw):
         return None
-    _, length, code, dimensions, stored, key, text_sum, payload_sum, *shape = _RECORD.unpack(head[:-8])
-    offset = padded(start + _RECORD_HEADER + length)
-    if code >= len(DTYPES) or dimensions > _MOST_DIMENSIONS or offset + stored > len(raw):
-        return None
-    text = bytes(as_bytes(raw[start + _RECORD_HEADER : start + _RECORD_HEADER + length]))
-    if xxhash.xxh3_128_digest(text) != text_sum:
-        return None
+    return _record(header, bytes(as_bytes(raw[start + RECORD_HEADER :][: header.metadata_bytes])), start)
+
+
+def info_from(key: bytes, text: bytes) -> ChunkInfo | None:
+    """What metadata say about a chunk; None if something else wrote them, that knows the checksums."""
     try:
         meta = json.loads(text)
         for name in ("token_ids", "context_ids", "depends"):
             meta[name] = tuple(meta[name])
         info = ChunkInfo(ChunkKey(key.hex()), **meta)
-    except (ValueError, TypeError, KeyError):  # written by something else that knows the checksums
+        ids = info.token_ids + info.context_ids
+        "".join((info.namespace, info.fingerprint, info.context, info.encoding)).encode()
+        digests = (info.content, *info.depends)
+        numbers = (info.nbytes, info.created, info.expires or 0, info.cost or 0)
+        fits = (
+            all(len(bytes.fromhex(digest)) == len(key) for digest in digests)
+            and set(map(type, ids)) <= {int}
+            and min(ids, default=0) >= -1
+            and max(ids, default=0) <= _MOST_INT
+            and type(info.nbytes) is int
+            and info.nbytes >= 0
+            and max(map(abs, numbers)) < _MOST_NUMBER
+            and not any(map(math.isnan, numbers))
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
-    return Record(info, tuple(shape[:dimensions]), list(DTYPES)[code], payload_sum, start, offset, stored)
+    return info if fits else None
 
 
 def scan(path: Path) -> Iterator[Record]:
@@ -227,8 +313,17 @@ def scan(path: Path) -> Iterator[Record]:
     raw = map_file(path)
     if _segment_name(bytes(as_bytes(raw[:SEGMENT_HEADER]))) is None:
         raise ValueError(f"{path} is no segment of format {_VERSION}")
+    yield from _records(raw)
+
+
+def salvage(path: Path) -> Iterator[Record]:
+    """The same of a file whose header may be damaged: every record has checksums of its own."""
+    yield from _records(map_file(path))
+
+
+def _records(raw: Tensor) -> Iterator[Record]:
     at = SEGMENT_HEADER
-    while at + _RECORD_HEADER <= len(raw):
+    while at + RECORD_HEADER <= len(raw):
         record = read_header(raw, at)
         if record is not None:
             payload = as_bytes(raw[record.offset : record.offset + record.stored])

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from epic_engine.chunks import ChunkKey
 
+from .payload import Encoded
+
 __all__ = ["ChunkInfo", "ChunkStore", "GcReport", "StoreUsage", "VerifyReport"]
 
 
@@ -145,13 +147,14 @@ class ChunkStore(ABC):
     """Keeps compiled chunks by key. All methods may be called from any thread."""
 
     @abstractmethod
-    def put(self, chunks: Sequence[tuple[ChunkInfo, Tensor]]) -> None:
+    def put(self, chunks: Sequence[tuple[ChunkInfo, Tensor | Encoded]]) -> None:
         """Keep chunks, all of them or none; returns when they are durable. Known keys are replaced.
 
         Parameters
         ----------
         chunks
-            Catalogue entries with KV ``(layers, 2, kv_heads, tokens, head_dim)``.
+            Catalogue entries with KV ``(layers, 2, kv_heads, tokens, head_dim)``, or with what :meth:`stored` gave,
+            of which no number is rounded again.
 
         Raises
         ------
@@ -172,6 +175,20 @@ class ChunkStore(ABC):
         ChunkNotFoundError
             If the store does not have it, or had to set it aside because its bytes were damaged.
         """
+
+    @abstractmethod
+    def stored(self, key: ChunkKey) -> tuple[ChunkInfo, Encoded]:
+        """Entry of a chunk with its KV as it is kept, not decoded, its bytes checked; counts as no use.
+
+        Raises
+        ------
+        ChunkNotFoundError
+            As :meth:`load`.
+        """
+
+    def prefetch(self, keys: Sequence[ChunkKey]) -> None:
+        """Begin to bring chunks near that are about to be loaded, where they are far; returns at once."""
+        return
 
     @abstractmethod
     def forms(self, namespace: str, fingerprint: str, content: str) -> list[ChunkInfo]:

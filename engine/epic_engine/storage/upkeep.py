@@ -7,7 +7,7 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,9 @@ def _unnamed(table: SegmentTable, layout: Layout) -> Iterator[tuple[str, FileLoc
                 release(lock)
 
 
-def sweep(catalogue: Catalogue, layout: Layout, *, everything: bool = False) -> list[tuple[Path, int]]:
+def sweep(
+    catalogue: Catalogue, layout: Layout, *, everything: bool = False, keep: Collection[Path] = ()
+) -> list[tuple[Path, int]]:
     """Finish what processes have left undone that were killed; returns the files removed, with their sizes.
 
     Parameters
@@ -61,6 +63,8 @@ def sweep(catalogue: Catalogue, layout: Layout, *, everything: bool = False) -> 
     everything
         Remove files with chunks in them, too, that the catalogue does not name. There are none unless somebody copied
         them there, or the catalogue was lost or replaced by an older one: then they are all that is left.
+    keep
+        Files that stay nevertheless.
     """
     table = SegmentTable(catalogue)
     removed: list[tuple[Path, int]] = []
@@ -71,15 +75,16 @@ def sweep(catalogue: Catalogue, layout: Layout, *, everything: bool = False) -> 
     for name, lock in _unnamed(table, layout):
         gone = False
         with contextlib.suppress(OSError):
-            gone = _removed(layout.file(name), SEGMENT_HEADER if not everything else None, removed)
+            path = layout.file(name)
+            gone = path not in keep and _removed(path, SEGMENT_HEADER if not everything else None, removed)
         release(lock, remove=gone)
     if everything:
-        for path in orphans(catalogue, layout):
+        for path in set(orphans(catalogue, layout)).difference(keep):
             with contextlib.suppress(OSError):
                 _removed(path, None, removed)
     known = table.names()
     for path in layout.segments.glob("*.lock"):
-        if path != layout.compaction_lock and path.stem not in known and not layout.file(path.stem).exists():
+        if path != layout.compaction_lock and path.stem not in known and not path.with_suffix(".seg").exists():
             stale = take(path)
             if stale is not None:
                 release(stale, remove=True)

@@ -1,0 +1,1 @@
+"""What takes minutes: faults by the thousand. ``make soak`` runs everything."""
