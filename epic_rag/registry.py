@@ -224,10 +224,9 @@ class Registry:
         return ListedDocument(document_from_row(rows[0][:-2]), *rows[0][-2:]) if rows else None
 
     def ending_before(self, name: str, number: float) -> list[str]:
-        """Return the ids of documents whose metadata hold a number up to this one under a name, sorted."""
-        value = "json_extract(metadata, '$.' || json_quote(?))"
-        statement = f"SELECT doc_id FROM documents WHERE CAST({value} AS REAL) <= ? ORDER BY doc_id"
-        return [row[0] for row in self._rows(statement, (name, number))]
+        """Return the ids of documents whose metadata hold a number up to this one under a plain name, sorted."""
+        statement = "SELECT doc_id FROM documents WHERE CAST(json_extract(metadata, ?) AS REAL) <= ? ORDER BY doc_id"
+        return [row[0] for row in self._rows(statement, (f"$.{name}", number))]
 
     def set_metadata(self, metadata: Mapping[str, Mapping[str, str]]) -> None:
         """Give documents, by their ids, other metadata, in one transaction; unknown ids are passed over."""

@@ -14,6 +14,8 @@ from .errors import ConfigError
 
 __all__ = ["Sampler", "TokenLogprob"]
 
+_LIMITS = torch.finfo(torch.float32)
+
 
 @dataclass(frozen=True)
 class TokenLogprob:
@@ -90,9 +92,8 @@ class Sampler:
         scores = raw.clone()
         if params.repetition_penalty != 1.0 and self._seen.numel():
             seen = scores[self._seen]
-            scores[self._seen] = torch.where(
-                seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty
-            )
+            seen = torch.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
+            scores[self._seen] = seen.clamp(-_LIMITS.max, _LIMITS.max)  # finite whatever the penalty
         for token, bias in params.logit_bias.items():
             scores[token] += bias
         if self._constraint is not None:
@@ -113,7 +114,8 @@ class Sampler:
     def _sample(self, scores: Tensor) -> int:
         """Temperature, then top-k, top-p and min-p, each on the distribution the former leaves."""
         params = self._params
-        scores = (scores - scores.max()) / params.temperature  # the maximum stays finite however small the divisor
+        # The maximum stays finite however small the divisor, as long as it is no 0 in float32.
+        scores = (scores - scores.max()) / max(params.temperature, _LIMITS.tiny)
         ordered, ids = torch.sort(scores, descending=True)
         if params.top_k:
             ordered, ids = ordered[: params.top_k], ids[: params.top_k]
@@ -121,6 +123,7 @@ class Sampler:
         if params.top_p < 1:
             before = torch.cumsum(probabilities, dim=-1) - probabilities
             keep = before < params.top_p  # the first token that reaches top_p is kept
+            keep[0] = True  # also where top_p is 0 in float32
             probabilities = torch.where(keep, probabilities, 0)
         if params.min_p > 0:
             probabilities = torch.where(probabilities >= params.min_p * probabilities[0], probabilities, 0)

@@ -115,6 +115,27 @@ def test_a_tiny_temperature_is_nearly_greedy_and_a_ban_holds() -> None:
     assert Sampler(params, []).draw(torch.tensor(LOGITS)).token_id == 5
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1e-320),
+        SamplingParams(temperature=1.0, top_p=1e-300),
+        SamplingParams(temperature=1.0, min_p=1 - 1e-16, top_p=5e-324),
+    ],
+    ids=str,
+)
+def test_settings_that_float32_takes_for_nothing_leave_the_most_likely(params: SamplingParams) -> None:
+    assert Sampler(params, []).draw(torch.tensor(LOGITS)).token_id == int(np.argmax(LOGITS))
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 1e300])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_penalties_beyond_float32_still_leave_something_to_draw(penalty: float, sign: int) -> None:
+    params = SamplingParams(temperature=0.01, repetition_penalty=penalty, seed=0)
+    logits = [sign * (1.0 + n) for n in range(len(LOGITS))]
+    assert (Sampler(params, [0, 1]).draw(torch.tensor(logits)).token_id in (0, 1)) == (penalty < 1)
+
+
 @pytest.mark.parametrize(("logits", "drawn"), [([1.0, 0.8], 1), ([-1.0, -1.5], 1), ([-1.0, -2.5], 0)])
 def test_the_penalty_lowers_negative_logits_too(logits: list[float], drawn: int) -> None:
     sampler = Sampler(SamplingParams(repetition_penalty=2.0), [0])

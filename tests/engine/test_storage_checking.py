@@ -448,6 +448,7 @@ def test_two_rows_with_one_seal_are_one(a: list[bytes], b: list[bytes], m: tuple
 
 def to_version_2(path: Path) -> None:
     with closing(sqlite3.connect(path / "catalogue.sqlite")) as db, db:
+        db.execute("DROP INDEX chunks_by_key")
         db.execute("ALTER TABLE chunks DROP COLUMN seal")
         db.execute("PRAGMA user_version=2")
 

@@ -201,3 +201,22 @@ def test_a_process_that_only_reads_lets_go_of_what_was_removed(store: FileStore,
     store._tidy()
     assert not mapped()
     assert _intact(other)
+
+
+def test_copies_of_a_compaction_that_failed_are_not_left(tmp_path: Path) -> None:
+    def fail(name: str) -> None:
+        if name == "compact.synced":
+            raise OSError(28, "No space left on device")
+
+    store = FileStore(tmp_path, segment_bytes=4 * 2368)
+    store.put(CHUNKS[:10])  # the third segment has room for two, where copies go
+    store.close()
+    store = FileStore(tmp_path, segment_bytes=4 * 2368)
+    store.delete(KEYS[:3])
+    with faults.install(fail), pytest.raises(StoreError):
+        store.compact()
+    store.delete([KEYS[3]])
+    store.compact(live_share=1.0)
+    kept = [record.info.key for file in tmp_path.glob("segments/*.seg") for record in scan(file)]
+    assert sorted(kept) == sorted(KEYS[4:10])
+    assert store.verify().clean

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 from epic_engine import ChunkNotFoundError, FileStore, export_chunks
-from epic_engine.storage import faults
+from epic_engine.storage import appender, faults
 from epic_engine.storage.rebuild import rebuild
 
 from tests.damage import damage
@@ -239,3 +239,22 @@ def test_a_hook_is_gone_when_its_context_ends() -> None:
         faults.point("put.committed")
     faults.point("put.synced")
     assert seen == ["put.committed"]
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_somebody_who_tidies_up_has_a_new_segments_lock(
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, names = appender.take, set()
+
+    def busy(path: Path) -> object:
+        names.add(path)
+        return real(path) if len(names) > times else None
+
+    monkeypatch.setattr(appender, "take", busy)
+    store = FileStore(tmp_path)
+    store.put(NEW)
+    assert all(torch.equal(store.load(i.key), kv) for i, kv in NEW)
+    assert len(names) == times + 1
+    store.close()
+    assert len(list(tmp_path.glob("segments/*.seg"))) == 1

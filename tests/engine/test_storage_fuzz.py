@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import sys
@@ -10,11 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from epic_engine import FileStore, StoreError
+from epic_engine import FileStore, ModelLoadError, StoreError
+from epic_engine.model.loader import load_model
 from epic_engine.storage import leases
 from epic_engine.storage.payload import decode, encode
 
+from tests.engine.models import tiny
 from tests.engine.test_store import entry
+from tests.engine.tokenizers_for_tests import TOKENIZERS
 from tests.fuzz import exchange, models, storage
 from tests.fuzz.bounds import bounded
 from tests.fuzz.running import run
@@ -145,3 +149,25 @@ def test_files_are_as_private_as_the_process_wants(tmp_path: Path, mask: int) ->
             assert not [path for path in made if path.stat().st_mode & mask]
     finally:
         os.umask(before)
+
+
+def _saved(path: Path) -> Path:
+    tiny("llama").save_pretrained(path)
+    TOKENIZERS["byte-level"].save_pretrained(path)
+    return path
+
+
+def test_weights_that_are_not_there_are_not_made_up(tmp_path: Path) -> None:
+    weights = _saved(tmp_path) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes().replace(b"layers.0.self_attn.q_proj", b"layers.0.self_attn.q_prox", 1))
+    with pytest.raises(
+        ModelLoadError, match=r"lacks 1 of the model's weights, such as model\.layers\.0\.self_attn\.q_pro"
+    ):
+        load_model(tmp_path, device="cpu")
+
+
+def test_layers_without_weights_are_not_made(tmp_path: Path) -> None:
+    config = _saved(tmp_path) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 10**7}))
+    with bounded(), pytest.raises(ModelLoadError, match="10000000 layers"):
+        load_model(tmp_path, device="cpu")

@@ -284,6 +284,17 @@ def test_one_publisher_at_a_time(source: FileStore, tmp_path: Path) -> None:
     other.close()
 
 
+def test_what_did_not_arrive_whole_is_not_committed(source: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(self: FaultyFileSystem, lpath: str, rpath: str, **_: object) -> None:
+        self.replace(rpath, Path(lpath).read_bytes()[:-1])
+
+    source.put(some(1))
+    monkeypatch.setattr(FaultyFileSystem, "put_file", cut)
+    with pytest.raises(StoreError, match="were written"):
+        publish(source, URL)
+    assert "/bucket/corpus/current.json" not in FaultyFileSystem.files()
+
+
 def test_what_cannot_be_published_to_is_said(source: FileStore, tmp_path: Path) -> None:
     source.put(some(1))
     with pytest.raises(ConfigError, match="fsspec knows"):

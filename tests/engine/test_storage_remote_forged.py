@@ -15,6 +15,7 @@ import torch
 import xxhash
 import zstandard
 from epic_engine import ChunkNotFoundError, FileStore, StoreFormatError
+from epic_engine.storage.packed_files import PackedFile, fetch_file
 from epic_engine.storage.publish import publish
 from epic_engine.storage.remote import RemoteStore
 from epic_engine.storage.seals import NAMED, SEALED, seal
@@ -129,7 +130,7 @@ FORGED: dict[str, list[str | Change]] = {
     "payload of another size": ["UPDATE chunks SET stored = stored + 64"],
     "span of another size": ["UPDATE chunks SET span = 1 << 50"],
     "metadata without end": ["UPDATE chunks SET offset = offset + (1 << 40), span = span + (1 << 40)"],
-    "key of another length": ["UPDATE chunks SET key = zeroblob(30 + id)"],
+    "key of another length": ["UPDATE chunks SET key = randomblob(30 + id)"],
     "key as text": ["UPDATE chunks SET key = hex(key)"],
     "content as a number": ["UPDATE chunks SET content = 5"],
     "shape of four numbers": ["UPDATE chunks SET shape = substr(shape, 1, 16)"],
@@ -165,15 +166,17 @@ def test_forged_catalogues_are_refused(
 @pytest.mark.parametrize(
     "change",
     [
+        # Nothing is fetched for these:
         "UPDATE chunks SET shape = x'0200000002000000030000000600000008000000'",
         "UPDATE chunks SET shape = x'ffffff7f02000000ffffff7fffffff7fffffff7f'",
         "UPDATE chunks SET shape = x'02000000ffffffff030000000500000008000000'",
         "UPDATE chunks SET dtype = 'bfloat16'",
         "UPDATE chunks SET encoding = 'int8'",
-        "UPDATE chunks SET encoding = 'raw+zstd'",
         "UPDATE chunks SET nbytes = nbytes * 2",
-        "UPDATE chunks SET checksum = zeroblob(16)",
         "UPDATE chunks SET token_ids = substr(token_ids, 1, 16)",
+        # These are found out by the record:
+        "UPDATE chunks SET encoding = 'raw+zstd'",
+        "UPDATE chunks SET checksum = zeroblob(16)",
         "UPDATE chunks SET created = 3e9",
         "UPDATE namespaces SET name = 'victim'",
         "UPDATE chunks SET key = randomblob(32)",
@@ -189,6 +192,8 @@ def test_a_chunk_that_contradicts_its_entry_is_a_miss(store: RemoteStore, tmp_pa
             store.load(info.key)
         assert store.info(info.key) is None
     assert store.cache.usage().chunks == 0
+    impossible = any(name in change for name in ("shape", "dtype", "'int8'", "nbytes", "token_ids"))
+    assert impossible == (not any(name.endswith(".seg") for name in FaultyFileSystem.reads))
 
 
 def test_two_chunks_with_changed_places_are_misses(store: RemoteStore, tmp_path: Path) -> None:
@@ -219,6 +224,14 @@ def test_a_catalogue_that_grows_when_it_is_unpacked_is_refused(store: RemoteStor
         assert not store.refresh()
         assert sorted(store.local.path.rglob("*")) == before
     assert unchanged(store)
+    file = tmp_path / "unpacked"
+    with pytest.raises(ValueError, match="does not hold"):
+        fetch_file(
+            lambda name, start, end: bomb[start:end],
+            PackedFile("bomb.zst", len(bomb), xxhash.xxh3_128_hexdigest(bomb), 4096),
+            file,
+        )
+    assert file.stat().st_size <= 4096
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from .bounds import clean
 from .damage import any_json, mutated
 from .storage import folder
 
-__all__ = ["PROPERTIES"]
+__all__ = ["PROPERTIES", "sound_registry"]
 
 _HTML = (
     b"<!DOCTYPE html><html><head><title>A page</title><meta charset='utf-8'></head><body><h1>Head</h1>"
@@ -102,7 +102,8 @@ def read_data_sets(data: st.DataObject) -> None:
 
 
 @cache
-def _registry() -> bytes:
+def sound_registry() -> bytes:
+    """A registry of two documents, as a file."""
     with folder() as path:
         with closing(Registry.open(path / "r.sqlite")) as registry:
             for name in ("a", "b"):
@@ -116,7 +117,7 @@ def _registry() -> bytes:
 
 
 def damaged_registry(data: st.DataObject) -> None:
-    whole = _registry()
+    whole = sound_registry()
     raw = mutated(data, whole, before=data.draw(st.sampled_from((100, len(whole)))))
     with folder() as path, clean():
         file = path / "r.sqlite"

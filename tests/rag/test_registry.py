@@ -396,3 +396,35 @@ def test_killed_writer_leaves_whole_documents(tmp_path):
         found = check_whole(path)
         # What was reported as done is there; at most one more had been committed.
         assert max(found.values()) in (reported, reported + 1)
+
+
+def test_pages_hold_every_document_once_with_what_it_holds(registry):
+    sizes = {f"d{n:02}": n % 4 for n in range(23)}
+    for name, count in sizes.items():
+        registry.put_document(*record(name, ["aa"] * count))
+    for limit in (1, 5, 22, 23, 100):
+        seen, after = [], ""
+        while page := registry.listed(after, limit):
+            assert len(page) <= limit
+            seen += page
+            after = page[-1].document.doc_id
+        assert [(one.document.doc_id, one.chunks) for one in seen] == list(sizes.items())
+        for one in seen:
+            assert one.document == registry.get_document(one.document.doc_id)
+            assert one.tokens == sum(len(c.token_ids) for c in registry.chunks(one.document.doc_id))
+            assert one == registry.listed_document(one.document.doc_id)
+    assert registry.listed_document("d99") is None
+
+
+def test_metadata_change_alone_and_are_searched_by_number(registry):
+    for name in ("a", "b", "c", "d"):
+        registry.put_document(*record(name, ["aa"]))
+    before, chunks = registry.changes_token(), registry.all_chunks()
+    registry.set_metadata({"a": {"ends": "5.5"}, "b": {"ends": "1e3"}, "c": {}, "none": {"ends": "1"}})
+    assert registry.changes_token() == before + 1
+    assert registry.all_chunks() == chunks
+    assert registry.get_document("b").metadata == {"ends": "1e3"}
+    for number, found in ((5.4, []), (5.5, ["a"]), (999.0, ["a"]), (1e4, ["a", "b"])):
+        assert registry.ending_before("ends", number) == found
+    assert registry.ending_before("other", 1e9) == []
+    assert "none" not in registry

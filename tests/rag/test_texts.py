@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -236,3 +237,103 @@ def test_white_space_alone_is_no_text(engine: Engine, tmp_path: Path) -> None:
         assert texts.ids() == []
         assert not texts.reconcile(items({"tiny": "\n"}))
     assert isinstance(engine.store, FileStore)
+
+
+def test_given_token_ids_are_compiled_and_metadata_change_without_compiling(engine: Engine, tmp_path: Path) -> None:
+    own = tuple(tokenizer()(TEXTS["bakery"], add_special_tokens=False)["input_ids"])
+    odd = (*own[:5], 7, 7)
+    with opened(engine, tmp_path / "texts") as texts:
+
+        def add(item: TextItem) -> tuple[list[str], int]:
+            before = sum(engine.stats()["steps"]["rows"].values())
+            report = texts.add([item])
+            kind = next(k for k in ("added", "updated", "unchanged") if getattr(report, k) == ["a"])
+            return kind, sum(engine.stats()["steps"]["rows"].values()) - before
+
+        def ids() -> tuple[int, ...]:
+            return engine.chunk(texts.key_of("a")).token_ids
+
+        assert add(TextItem("a", TEXTS["bakery"], token_ids=odd, metadata={"n": "1"})) == ("added", len(odd))
+        assert ids() == odd
+        for item, kind in (
+            (TextItem("a", TEXTS["bakery"], token_ids=odd, metadata={"n": "1"}), "unchanged"),
+            (TextItem("a", TEXTS["bakery"], token_ids=odd, metadata={"n": "2"}), "updated"),
+        ):
+            assert add(item) == (kind, 0)
+            assert texts.registry.get_document("a").metadata == item.metadata
+        # The same text with its own ids, or with others, is another chunk.
+        assert add(TextItem("a", TEXTS["bakery"])) == ("updated", len(own))
+        assert ids() == own
+        assert add(TextItem("a", TEXTS["bakery"])) == ("unchanged", 0)
+        assert add(TextItem("a", TEXTS["bakery"], token_ids=own)) == ("unchanged", 0)
+        assert add(TextItem("a", TEXTS["bakery"], token_ids=odd[::-1])) == ("updated", len(odd))
+        assert ids() == odd[::-1]
+
+
+def test_a_text_of_token_ids_alone_is_kept_and_never_found(engine: Engine, tmp_path: Path) -> None:
+    with opened(engine, tmp_path / "texts") as texts:
+        assert texts.add([TextItem("ids", "", token_ids=(5, 6, 7)), TextItem("none", " ")]).added == ["ids"]
+        assert "ids" in texts
+        assert "none" not in texts
+        for text in ("", "Hello there.", TEXTS["bakery"]):
+            expected = [TextPart(text)] if text else []
+            assert texts.find(text) == expected
+            assert texts.finder(["ids"])(text) == expected
+        assert texts.remove(["ids"]) == 1
+
+
+def test_a_change_of_another_process_between_ours_is_not_missed(engine: Engine, tmp_path: Path) -> None:
+    with opened(engine, tmp_path / "texts") as texts, opened(engine, tmp_path / "texts") as other:
+        texts.add([TextItem("a", TEXTS["bakery"])])
+        assert [p.name for p in texts.find(TEXTS["bakery"])] == ["a"]
+        put = texts.registry.put_documents
+
+        def behind_another(documents: Any) -> list[str]:
+            other.add([TextItem("b", TEXTS["library"])])  # after ours looked, before ours writes
+            return put(documents)
+
+        texts.registry.put_documents = behind_another  # type: ignore[method-assign]
+        texts.add([TextItem("c", TEXTS["harbour"])])
+        for name, text in (("a", "bakery"), ("b", "library"), ("c", "harbour")):
+            assert name in [p.name for p in texts.find(TEXTS[text])]
+
+
+def test_prompts_are_read_while_texts_are_compiled(engine: Engine, tmp_path: Path) -> None:
+    compiling, go_on = threading.Event(), threading.Event()
+    with opened(engine, tmp_path / "texts") as texts:
+        texts.add([TextItem("a", TEXTS["bakery"])])
+
+        def progress(done: int, total: int) -> None:
+            compiling.set()
+            assert go_on.wait(30)
+
+        adding = threading.Thread(
+            target=texts.add, args=([TextItem("b", TEXTS["library"])],), kwargs={"progress": progress}
+        )
+        adding.start()
+        assert compiling.wait(30)
+        found: list[Any] = []
+        reading = threading.Thread(target=lambda: found.extend(texts.find(TEXTS["bakery"])))
+        reading.start()
+        reading.join(10)
+        go_on.set()
+        adding.join(30)
+        assert [part.name for part in found] == ["a"]
+
+
+def test_neighbours_are_sought_among_the_texts_that_are_named(engine: Engine, tmp_path: Path) -> None:
+    facts = [f"The passcode of the {city} office is {n}." for city, n in (("Oslo", 4821), ("Rome", 17), ("Bern", 300))]
+    first, second, third = (TextItem(str(n), fact) for n, fact in enumerate(facts))
+    with opened(engine, tmp_path / "texts", context="neighbours:1") as texts:
+
+        def seen(name: str) -> set[tuple[int, ...]]:
+            info = engine.store.info(texts.key_of(name))
+            assert info is not None
+            contents = {e.content: e.token_ids for e in engine.store.entries()}
+            return {contents[one] for one in info.depends}
+
+        texts.add([first])
+        texts.add([second], among=[second])
+        assert seen("1") == set()
+        texts.add([third], among=[second, third])
+        assert seen("2") == {texts.encode(facts[1])}

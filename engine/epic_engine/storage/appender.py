@@ -17,6 +17,8 @@ from .store import ChunkInfo
 
 __all__ = ["Appender"]
 
+_NAMES = 8
+
 
 class Appender:
     """Appends records for one transaction at a time; for one thread at a time.
@@ -76,12 +78,18 @@ class Appender:
             release(lock)
         return None
 
-    def _created(self) -> SegmentWriter:
-        name = uuid.uuid4().hex
+    def _named(self) -> tuple[str, FileLock]:
+        """A new name, and the lock of it."""
         self._layout.segments.mkdir(exist_ok=True)
-        lock = take(self._layout.lock(name))
-        if lock is None:
-            raise OSError(f"{self._layout.segments} allows no locks on its files")
+        for _ in range(_NAMES):
+            name = uuid.uuid4().hex
+            lock = take(self._layout.lock(name))
+            if lock is not None:  # otherwise somebody who tidies up has it for a moment
+                return name, lock
+        raise OSError(f"{self._layout.segments} allows no locks on its files")
+
+    def _created(self) -> SegmentWriter:
+        name, lock = self._named()
         writer = None
         try:
             faults.point("segment.locked")

@@ -14,7 +14,7 @@ from epic_engine.errors import ConfigError
 from . import faults, schema
 from .database import Database
 from .eviction import no_room, victims
-from .schema import SEGMENT
+from .schema import CONTENT_IS, KEY_IS, SEGMENT
 from .seals import NAMED, SEALED, entry_of, is_whole, unpack_ids
 from .segments import DTYPES, Record
 from .store import ChunkInfo, StoreUsage
@@ -107,13 +107,13 @@ class Catalogue(Database):
     def info(self, key: ChunkKey) -> ChunkInfo | None:
         """A chunk's entry, unless it is expired."""
         raw = bytes.fromhex(key.hex)
-        found = _infos(self.query(f"SELECT {SEALED} FROM {NAMED} WHERE c.key = ? AND {_LIVE}", (raw, time.time())))
+        found = _infos(self.query(f"SELECT {SEALED} FROM {NAMED} WHERE {KEY_IS} AND {_LIVE}", (raw, time.time())))
         return found[0] if found else None
 
     def place(self, key: ChunkKey) -> Place | None:
         """Where a chunk lies, unless it is expired."""
         raw = bytes.fromhex(key.hex)
-        rows = self.query(f"SELECT {_PLACE} FROM {_PLACED} WHERE c.key = ? AND {_LIVE}", (raw, time.time()))
+        rows = self.query(f"SELECT {_PLACE} FROM {_PLACED} WHERE {KEY_IS} AND {_LIVE}", (raw, time.time()))
         return place_of_row(rows[0]) if rows else None
 
     def place_of(self, ident: int) -> tuple[int, int] | None:
@@ -125,19 +125,19 @@ class Catalogue(Database):
         """Which keys are there and not expired."""
         found: set[ChunkKey] = set()
         for at in range(0, len(keys), _MOST_VARIABLES):
-            part = [bytes.fromhex(key.hex) for key in keys[at : at + _MOST_VARIABLES]]
+            part = [bytes.fromhex(key.hex)[:16] for key in keys[at : at + _MOST_VARIABLES]]
             marks = ", ".join("?" * len(part))
             rows = self.query(
-                f"SELECT {SEALED} FROM {NAMED} WHERE c.key IN ({marks}) AND {_LIVE}", (*part, time.time())
+                f"SELECT {SEALED} FROM {NAMED} WHERE substr(key, 1, 16) IN ({marks}) AND {_LIVE}", (*part, time.time())
             )
             found.update(ChunkKey(row[0].hex()) for row in rows if is_whole(row))
-        return found
+        return found.intersection(keys)
 
     def forms(self, namespace: str, fingerprint: str, content: str) -> list[ChunkInfo]:
         """All forms of a content, oldest first."""
         rows = self.query(
-            f"SELECT {SEALED} FROM {NAMED} WHERE n.name = ? AND c.content = ? AND f.name = ? AND {_LIVE}",
-            (namespace, _digest(content), fingerprint, time.time()),
+            f"SELECT {SEALED} FROM {NAMED} WHERE {CONTENT_IS} AND n.name = ? AND f.name = ? AND {_LIVE}",
+            (_digest(content), namespace, fingerprint, time.time()),
         )
         return sorted(_infos(rows), key=lambda info: (info.created, info.key))
 
@@ -231,7 +231,7 @@ class Catalogue(Database):
             for segment, record in records:
                 key = bytes.fromhex(record.info.key.hex)
                 old = db.execute(
-                    "SELECT c.id, r.pinned FROM chunks c LEFT JOIN ranks r ON r.chunk = c.id WHERE c.key = ?", (key,)
+                    f"SELECT c.id, r.pinned FROM chunks c LEFT JOIN ranks r ON r.chunk = c.id WHERE {KEY_IS}", (key,)
                 ).fetchone()
                 if old:
                     db.execute("DELETE FROM chunks WHERE id = ?", (old[0],))
@@ -314,7 +314,8 @@ class Catalogue(Database):
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Forget chunks; returns how many there were."""
         raw = [(bytes.fromhex(key.hex),) for key in keys]
-        return self._forget(lambda db: db.executemany("DELETE FROM chunks WHERE key = ?", raw).rowcount if raw else 0)
+        text = f"DELETE FROM chunks WHERE {KEY_IS}"
+        return self._forget(lambda db: db.executemany(text, raw).rowcount if raw else 0)
 
     def erase(self, namespace: str, contents: Sequence[str]) -> int:
         """Forget all forms of contents and what was compiled behind them; returns how many chunks."""
@@ -324,9 +325,9 @@ class Catalogue(Database):
             count = 0
             row = db.execute("SELECT id FROM namespaces WHERE name = ?", (namespace,)).fetchone()
             for digest in digests if row else ():
-                for condition in ("content = ?", "id IN (SELECT chunk FROM dependencies WHERE content = ?)"):
-                    text = f"DELETE FROM chunks WHERE namespace = ? AND {condition}"
-                    count += db.execute(text, (*row, digest)).rowcount
+                for condition in (CONTENT_IS, "id IN (SELECT chunk FROM dependencies WHERE content = ?1)"):
+                    text = f"DELETE FROM chunks WHERE {condition} AND namespace = ?"
+                    count += db.execute(text, (digest, *row)).rowcount
             return count
 
         return self._forget(change)
@@ -380,7 +381,7 @@ class Catalogue(Database):
             ).fetchone()
             if (
                 row is None
-                or db.execute("SELECT 1 FROM chunks WHERE key = ? AND id != ?", (key, place.ident)).fetchone()
+                or db.execute(f"SELECT 1 FROM chunks WHERE {KEY_IS} AND id != ?", (key, place.ident)).fetchone()
             ):
                 return False
             db.execute("DELETE FROM chunks WHERE id = ?", (place.ident,))
@@ -392,11 +393,11 @@ class Catalogue(Database):
 
     def pin(self, keys: Sequence[ChunkKey], pinned: bool) -> int:
         """Pin or unpin chunks; returns how many there are."""
-        raw = [(pinned, bytes.fromhex(key.hex)) for key in dict.fromkeys(keys)]
+        raw = [(bytes.fromhex(key.hex), pinned) for key in dict.fromkeys(keys)]
         with self.transaction() as db:
             return sum(
                 db.execute(
-                    "UPDATE ranks SET pinned = ? WHERE chunk = (SELECT id FROM chunks WHERE key = ?)", r
+                    f"UPDATE ranks SET pinned = ?2 WHERE chunk = (SELECT id FROM chunks WHERE {KEY_IS})", r
                 ).rowcount
                 for r in raw
             )

@@ -27,10 +27,10 @@ FAILURES = (sqlite3.Error, UnicodeDecodeError)
 
 # Keys come in no order: each new one changes pages of its own in the indices, which are written to the log and then to
 # the file, whole. Small pages make that a quarter as many bytes as SQLite's 4096, a long log puts several changes of a
-# page into the file at once, and the cache holds what a million chunks need of the indices' upper levels.
+# page into the file at once, and the cache holds the indices of a million chunks.
 _PAGE_BYTES = 1024
-_LOG_PAGES = 16 << 10
-_CACHE_KIB = 32 << 10
+_LOG_PAGES = 32 << 10
+_CACHE_KIB = 64 << 10
 
 
 def rebuilding(directory: Path) -> str:

@@ -374,6 +374,7 @@ class FileStore(ChunkStore):
     ) -> int:
         with self._compact_lock:
             with self._put_lock:
+                self._table.measure(self._layout)
                 wasteful = {segment.name for segment in self._table.wasteful(live_share, raw=False)}
                 if self._appender.segment in wasteful:
                     self._appender.close()

@@ -202,7 +202,7 @@ class _Publication:
                 for place, info in rows:
                     if info is not None and info.key in here and self._mine(info.namespace):
                         row = self._new.execute(
-                            "SELECT segment FROM chunks WHERE key = ?", (bytes.fromhex(info.key.hex),)
+                            f"SELECT segment FROM chunks WHERE {schema.KEY_IS}", (bytes.fromhex(info.key.hex),)
                         ).fetchone()
                         if row is None or row[0] in self._wasteful:
                             yield place, info
@@ -283,7 +283,7 @@ class _Publication:
         writer.path.unlink()
         number = self._enter_segment(name, writer.end)
         for record in self._records:
-            self._new.execute("DELETE FROM chunks WHERE key = ?", (bytes.fromhex(record.info.key.hex),))
+            self._new.execute(f"DELETE FROM chunks WHERE {schema.KEY_IS}", (bytes.fromhex(record.info.key.hex),))
             self._enter(number, record.info, record.shape, record.dtype, record.checksum, record)
         self._records.clear()
         self._report.files += 1

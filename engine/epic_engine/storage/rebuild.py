@@ -96,10 +96,10 @@ def _rebuild(layout: Layout) -> int:
 
 def _enter(db: sqlite3.Connection, segment: int, record: Record) -> None:
     key = bytes.fromhex(record.info.key.hex)
-    row = db.execute("SELECT created FROM chunks WHERE key = ?", (key,)).fetchone()
+    row = db.execute(f"SELECT created FROM chunks WHERE {schema.KEY_IS}", (key,)).fetchone()
     if row is not None and row[0] > record.info.created:
         return
-    db.execute("DELETE FROM chunks WHERE key = ?", (key,))
+    db.execute(f"DELETE FROM chunks WHERE {schema.KEY_IS}", (key,))
     place = (segment, record.start, record.offset, record.stored, record.end - record.start)
     schema.insert_chunk(
         db, record.info, place, record.shape, record.dtype, record.checksum, clock=0.0

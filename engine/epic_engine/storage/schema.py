@@ -26,6 +26,8 @@ from .segments import DTYPES, RECORD_HEADER, metadata, read_record, sync_directo
 from .store import ChunkInfo
 
 __all__ = [
+    "CONTENT_IS",
+    "KEY_IS",
     "RAW_FILE",
     "SEGMENT",
     "VERSION",
@@ -41,8 +43,16 @@ VERSION = 3
 SEGMENT, RAW_FILE = 0, 1  # kinds of segments: a file of records; a safetensors file of format 1, one chunk
 
 _KEY = re.compile("[0-9a-f]{64}")
-# Digests come in no order, so that every entry changes another page of an index: what is few anyway is left out of it.
-_BY_CONTENT = "CREATE INDEX chunks_by_content ON chunks (namespace, content)"
+# Digests come in no order, so that each changes a page of its own in an index. Beginnings of them keep the indices of a
+# million chunks in the writer's cache. No two keys share 128 bits; contents may share 64.
+_INDICES = (
+    "CREATE UNIQUE INDEX chunks_by_key ON chunks (substr(key, 1, 16))",
+    "CREATE INDEX chunks_by_content ON chunks (namespace, substr(content, 1, 8))",
+)
+KEY_IS = "substr(key, 1, 16) = substr(?1, 1, 16) AND key = ?1"
+"""The condition by which a chunk is found; the key is the statement's first parameter."""
+CONTENT_IS = "substr(content, 1, 8) = substr(?1, 1, 8) AND content = ?1"
+"""The same for a content, together with a namespace."""
 _STATEMENTS = (
     "CREATE TABLE settings (name TEXT PRIMARY KEY, value) WITHOUT ROWID",
     "CREATE TABLE namespaces (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, quota INTEGER)",
@@ -58,7 +68,7 @@ _STATEMENTS = (
         gone INTEGER NOT NULL DEFAULT 0)""",
     """CREATE TABLE chunks (
         id INTEGER PRIMARY KEY AUTOINCREMENT,
-        key BLOB NOT NULL UNIQUE,
+        key BLOB NOT NULL,
         namespace INTEGER NOT NULL,
         fingerprint INTEGER NOT NULL,
         content BLOB NOT NULL,
@@ -80,7 +90,7 @@ _STATEMENTS = (
         token_ids BLOB NOT NULL,
         context_ids BLOB NOT NULL,
         seal BLOB NOT NULL)""",
-    _BY_CONTENT,
+    *_INDICES,
     "CREATE INDEX chunks_by_age ON chunks (created, key)",
     "CREATE INDEX chunks_by_segment ON chunks (segment, start, span)",
     "CREATE INDEX chunks_by_expiry ON chunks (expires) WHERE expires IS NOT NULL",
@@ -373,7 +383,8 @@ def payload_of(file: BinaryIO, nbytes: int) -> tuple[int, int]:
 def _from_2(db: sqlite3.Connection, directory: Path) -> None:
     """Every row gets the seal of the record that it names, so that one which was damaged before is known as such."""
     db.execute("DROP INDEX chunks_by_content")
-    db.execute(_BY_CONTENT)
+    for statement in _INDICES:
+        db.execute(statement)
     db.execute("ALTER TABLE chunks ADD COLUMN seal BLOB NOT NULL DEFAULT x''")
     rows = db.execute(
         f"SELECT {SEALED}, c.id, c.start, c.offset, c.stored, iif(s.kind = {SEGMENT}, s.name, NULL) FROM {NAMED} "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from . import faults
 from .catalogue import Catalogue, Place
-from .layout import is_name
+from .layout import Layout, is_name
 from .schema import SEGMENT
 from .segments import SEGMENT_HEADER, Record
 
@@ -87,6 +88,18 @@ class SegmentTable:
         """Bytes of files that no chunk needs."""
         text = "SELECT coalesce(sum(size - live - iif(kind = ?, ?, 0)), 0) FROM segments"
         return int(self._catalogue.query(text, (SEGMENT, SEGMENT_HEADER))[0][0])
+
+    def measure(self, layout: Layout) -> None:
+        """Take note of bytes behind the last commit: they are of records that were never entered, or are torn."""
+        grown = []
+        for segment in self.all():
+            with contextlib.suppress(OSError):  # a file that is absent is found out when its chunks are read
+                size = layout.file(segment.name, segment.kind).stat().st_size
+                if size > segment.size:
+                    grown.append((size, segment.ident))
+        if grown:
+            with self._catalogue.transaction() as db:
+                db.executemany("UPDATE segments SET size = max(size, ?) WHERE id = ?", grown)
 
     def enter(self, name: str, size: int) -> int:
         """Enter a new segment; returns its number."""

@@ -134,10 +134,10 @@ class Snapshot(Catalogue):
         """Every form of a content, and what was compiled behind it."""
         digest = bytes.fromhex(content)
         found: set[ChunkKey] = set()
-        for condition in ("c.content = ?", "c.id IN (SELECT chunk FROM dependencies WHERE content = ?)"):
+        for condition in (schema.CONTENT_IS, "c.id IN (SELECT chunk FROM dependencies WHERE content = ?1)"):
             rows = self.query(
-                f"SELECT c.key FROM chunks c JOIN namespaces n ON n.id = c.namespace WHERE n.name = ? AND {condition}",
-                (namespace, digest),
+                f"SELECT c.key FROM chunks c JOIN namespaces n ON n.id = c.namespace WHERE {condition} AND n.name = ?",
+                (digest, namespace),
             )
             found.update(ChunkKey(key.hex()) for (key,) in rows)
         return found
