@@ -41,6 +41,7 @@ test: $(VENV)/.dev
 soak: $(VENV)/.dev
 	$(BIN)/python -m tests.soak.faults --count 1000 --markdown docs/reliability.md
 	$(BIN)/python -m tests.soak.fuzz --minutes 10
+	$(BIN)/python -m tests.soak.gateway $(if $(DATASET),--dataset $(DATASET))
 	$(BIN)/python -m pytest --durations=0 tests/engine/test_soak.py
 
 # All else is as in constraints.txt.

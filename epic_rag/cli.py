@@ -37,6 +37,7 @@ from epic_rag.console import (
 )
 from epic_rag.evaluation.command import evaluate
 from epic_rag.evaluation.tune_command import tune_store
+from epic_rag.server.command import serve_command
 from epic_rag.store_commands import store_app
 
 if TYPE_CHECKING:
@@ -322,6 +323,7 @@ def doctor(
 
 app.command("eval")(evaluate)
 app.command("tune")(tune_store)
+app.command("serve")(serve_command)
 
 
 if __name__ == "__main__":

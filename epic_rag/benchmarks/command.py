@@ -267,6 +267,48 @@ def bench_store(
         raise typer.Exit(130)
 
 
+@bench_app.command("gateway")
+def bench_gateway(
+    dataset: DatasetOption,
+    limit: Annotated[int, typer.Option(min=1, help="Examples to take.")] = 16,
+    url: Annotated[
+        str | None, typer.Option(help="A gateway that runs, such as http://127.0.0.1:8000; else one is started.")
+    ] = None,
+    key: Annotated[str | None, typer.Option(help="API key of that gateway.", envvar="EPIC_RAG_API_KEY")] = None,
+    policies: Annotated[str, typer.Option(help="Comma-separated, measured one after another.")] = "auto,prefix",
+    clients: Annotated[int, typer.Option(min=1, help="Streaming clients at once.")] = 64,
+    seconds: Annotated[float, typer.Option(min=1, help="For which requests are begun, for each policy.")] = 120.0,
+    k: Annotated[int, typer.Option("--k", "-k", min=1, help="Chunks that a request names.")] = 6,
+    tokens: Annotated[int, typer.Option(min=1, help="Output tokens.")] = 16,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    json_path: JsonFileOption = None,
+    model: ModelOption = "smollm2",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Many streaming clients of an OpenAI-compatible gateway at once: throughput and TTFT per policy, over HTTP."""
+    from contextlib import nullcontext
+
+    from epic_rag.benchmarks.gateway import GatewayLoad, bench_gateway, own_gateway
+    from epic_rag.benchmarks.gateway_table import gateway_table
+    from epic_rag.evaluation.datasets import load
+
+    plan = GatewayLoad(
+        policies=tuple(name.strip() for name in policies.split(",") if name.strip()),
+        clients=clients,
+        seconds=seconds,
+        k=k,
+        tokens=tokens,
+        seed=seed,
+    )
+    examples = load(dataset, limit=limit, seed=seed)
+    own = own_gateway("--model", model, "--device", device, "--dtype", dtype, requests=clients)
+    with nullcontext(url) if url is not None else own as address, ingest_progress() as progress:
+        result = bench_gateway(address, examples, plan, key=key, progress=progress)
+    _finish(result, json_path)
+    out.print(gateway_table(result))
+
+
 def _numbers(text: str, kind: type[_Number], name: str) -> list[_Number]:
     try:
         return [kind(part) for part in text.split(",") if part.strip()]
