@@ -1,4 +1,4 @@
-"""How the catalogue's file is laid out, read with plain SQLite."""
+"""The catalogue's indices, looked at with plain SQLite."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from epic_engine.chunks import ChunkKey
+from epic_engine.errors import ChunkNotFoundError
 from epic_engine.storage.file_store import FileStore
 from epic_engine.storage.store import ChunkInfo
 
@@ -19,12 +21,12 @@ def ask(path: Path, text: str) -> list[tuple[Any, ...]]:
         return db.execute(text).fetchall()
 
 
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def put(path: Path, first: int, count: int) -> None:
     kv = torch.zeros(1, 2, 1, 2, 2)
-
-    def digest(text: str) -> str:
-        return hashlib.sha256(text.encode()).hexdigest()
-
     infos = [
         ChunkInfo(ChunkKey(digest(f"k{n}")), "one", "f", digest(f"c{n}"), "isolated", (n, n), (), kv.nbytes, float(n))
         for n in range(first, first + count)
@@ -33,26 +35,41 @@ def put(path: Path, first: int, count: int) -> None:
         store.put([(info, kv) for info in infos])
 
 
-def written_by_a_put(path: Path, first: int) -> int:
-    """Bytes of the log after one put of 20 chunks, on top of what is there."""
-    log = path / "catalogue.sqlite-wal"
-    with closing(sqlite3.connect(path / "catalogue.sqlite")) as other:  # so that the log stays when the store closes
-        other.execute("SELECT * FROM settings").fetchall()
-        put(path, first, 20)
-        return log.stat().st_size
+def like(digest: str, shared: int) -> str:
+    """Another digest that begins with the same bytes."""
+    return digest[: 2 * shared] + "".join("e" if digit == "f" else "f" for digit in digest[2 * shared :])
 
 
-def test_a_new_catalogue_has_small_pages(tmp_path: Path) -> None:
-    put(tmp_path, 0, 1)
-    assert ask(tmp_path, "PRAGMA page_size") == [(1024,)]
-    assert ask(tmp_path, "PRAGMA journal_mode") == [("wal",)]
+def test_digests_that_begin_alike_are_told_apart(tmp_path: Path) -> None:
+    put(tmp_path, 0, 5)
+    # The indices know sixteen bytes of a key and eight of a content.
+    key, content = digest("k2"), digest("c2")
+    other, others = ChunkKey(like(key, 16)), like(content, 8)
+    with closing(FileStore(tmp_path)) as store:
+        assert store.known([other]) == set()
+        assert store.known([other, ChunkKey(key)]) == {ChunkKey(key)}
+        assert store.info(other) is None
+        with pytest.raises(ChunkNotFoundError):
+            store.load(other)
+        assert store.forms("one", "f", others) == []
+        assert store.pin([other]) == store.delete([other]) == store.erase("one", [others]) == 0
+        assert [info.key.hex for info in store.forms("one", "f", content)] == [key]
+    with closing(sqlite3.connect(tmp_path / "catalogue.sqlite", isolation_level=None)) as db:
+        db.execute(
+            "UPDATE chunks SET content = ? WHERE key = ?",
+            (bytes.fromhex(like(content, 8)), bytes.fromhex(digest("k3"))),
+        )
+    with closing(FileStore(tmp_path)) as store:
+        assert store.erase("one", [content]) == 1
+    assert ask(tmp_path, "SELECT count(*) FROM chunks") == [(4,)]
 
 
-def test_a_chunk_costs_few_bytes_of_log_however_many_there_are(tmp_path: Path) -> None:
-    for there, more in ((0, 4000), (4020, 8000)):
-        put(tmp_path, there, more)
-        # Its key and its content change a page each, and pages of SQLite's usual size would be more than that.
-        assert written_by_a_put(tmp_path, there + more) / 20 < 2 * 4096
+def test_a_key_is_there_once(tmp_path: Path) -> None:
+    put(tmp_path, 0, 2)
+    with closing(sqlite3.connect(tmp_path / "catalogue.sqlite")) as db, pytest.raises(sqlite3.IntegrityError):
+        db.execute(
+            "UPDATE chunks SET key = ? WHERE key = ?", (bytes.fromhex(digest("k0")), bytes.fromhex(digest("k1")))
+        )
 
 
 def test_version_2_gets_the_same_indices(tmp_path: Path) -> None:
@@ -68,5 +85,4 @@ def test_version_2_gets_the_same_indices(tmp_path: Path) -> None:
     text = "SELECT name, sql FROM sqlite_master WHERE type = 'index' ORDER BY name"
     assert ask(tmp_path / "old", text) == ask(tmp_path / "new", text)
     with closing(FileStore(tmp_path / "old")) as store:
-        content = hashlib.sha256(b"c1").hexdigest()
-        assert [info.token_ids for info in store.forms("one", "f", content)] == [(1, 1)]
+        assert [info.token_ids for info in store.forms("one", "f", digest("c1"))] == [(1, 1)]

@@ -25,11 +25,10 @@ __all__ = ["FAILURES", "Database", "rebuilding"]
 FAILURES = (sqlite3.Error, UnicodeDecodeError)
 """What SQLite raises."""
 
-# Keys come in no order: each new one changes pages of its own in the indices, which are written to the log and then to
-# the file, whole. Small pages make that a quarter as many bytes as SQLite's 4096, a long log puts several changes of a
-# page into the file at once, and the cache holds the indices of a million chunks.
-_PAGE_BYTES = 1024
-_LOG_PAGES = 32 << 10
+# Keys come in no order: each new one changes pages of its own in the indices, which are written to the log and from there
+# to the file. A long log puts several changes of a page into the file at once, and the cache holds the indices of a
+# million chunks.
+_LOG_PAGES = 16 << 10
 _CACHE_KIB = 64 << 10
 
 
@@ -71,7 +70,6 @@ class Database:
         writer = sqlite3.connect(self._file, timeout=60, isolation_level=None, check_same_thread=False)
         try:
             schema.distrust(writer)
-            writer.execute(f"PRAGMA page_size={_PAGE_BYTES}")  # of a new file; others stay as they are
             writer.execute("PRAGMA journal_mode=WAL")
             writer.execute("PRAGMA synchronous=FULL")
             writer.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
