@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,57 @@ def test_what_compiles_faster_than_it_loads_is_compiled(opened: Any, placement: 
         residency.acquire([second[0].key]).body(second[0].key).complete()
         settled(residency)
     assert 1 < len(made) < 17
+
+
+def test_compiling_never_takes_the_last_thread_from_loads(opened: Any) -> None:
+    """A pass that waits for a chunk's later layers must not wait for compiling, which waits for the pass."""
+    measured, loaded, *others = [chunk(i, 2 * PAGE, layers=3) for i in range(5)]
+    store = GatedStore(measured, loaded, *others)
+    store.may_load.set()
+    seconds, passed, compiling = 1e9, threading.Event(), threading.Event()
+
+    def recompile(info: ChunkInfo) -> Tensor:
+        compiling.set()
+        assert passed.wait(TIMEOUT)  # until the pass is over
+        return next(kv for other, kv in others if other.key == info.key)
+
+    residency = opened(
+        make_pool(20, layers=3), store, placement="pool", recompile=recompile, token_seconds=lambda: seconds
+    )
+    for layer in range(3):
+        store.gates[measured[0].key].open[layer].set()
+    residency.acquire([measured[0].key]).body(measured[0].key).complete()
+    gate = store.gates[loaded[0].key]
+    gate.open[0].set()
+    residency.prefetch([loaded[0].key])
+    while (loaded[0].key, 0) not in store.order:
+        time.sleep(0.001)
+    seconds = 0.0
+    waiting = residency.acquire([info.key for info, _ in others])  # goes before what nobody waits for
+    assert compiling.wait(TIMEOUT)
+    for info, _ in others:
+        for layer in range(3):
+            store.gates[info.key].open[layer].set()
+    gate.open[1].set()
+    time.sleep(0.05)  # the other thread takes what is most urgent now
+    with residency.acquire([loaded[0].key]) as lease:
+        body = lease.body(loaded[0].key)
+        body.wait(0)  # a pass begins
+        gate.open[2].set()
+        assert _within(body.complete, TIMEOUT / 4)
+        passed.set()
+        for info, kv in others:
+            assert torch.equal(waiting.body(info.key).complete(), kv)
+    settled(residency)
+    assert residency.stats()["hits"]["recomputed"] >= 1
+    waiting.release()
+
+
+def _within(work: Callable[[], object], seconds: float) -> bool:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 # -- maps ------------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class Residency:
     placement
         ``"map"``, ``"pool"``, or ``"auto"``: map on a CPU, pool on a GPU.
     threads
-        Chunks loaded at the same time.
+        Chunks loaded at the same time; all but one of them may be compiled instead.
     recompile
         Compiles a chunk's tokens again, in the context that its ``context`` names; None: chunks are always loaded.
         Called on a loader's thread, so it must not need a thread that waits for chunks.
@@ -127,6 +127,9 @@ class Residency:
         self._rates = LoadRates(token_seconds)
         self._stream = torch.cuda.Stream(pool.device) if on_gpu else None
         self._loader = Loader(threads)
+        # Compiling waits for the thread that runs passes, and a pass may wait for the rest of a chunk that is loaded:
+        # one thread is always left for that.
+        self._compiling = threading.Semaphore(threads - 1)
         self._lock = threading.RLock()
         self._residents: dict[ChunkEntry, Resident] = {}
         self._loads: dict[Resident, Load] = {}
@@ -286,9 +289,13 @@ class Residency:
 
     def _fetch(self, info: ChunkInfo, load: Load) -> Tensor:
         # What was compiled behind other chunks needs them, too: it is loaded.
-        if self._recompile is not None and not info.depends and self._rates.recompute(info):
-            load.source = "recomputed"
-            return self._recompile(info)
+        quicker = self._recompile is not None and not info.depends and self._rates.recompute(info)
+        if self._recompile is not None and quicker and self._compiling.acquire(blocking=False):
+            try:
+                load.source = "recomputed"
+                return self._recompile(info)
+            finally:
+                self._compiling.release()
         before = disk_bytes_read()
         kv = self._store.load(info.key)
         self._check(info, kv)
