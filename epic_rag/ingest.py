@@ -10,7 +10,7 @@ from pathlib import Path
 from epic_rag.documents import Document, PathInput, iter_documents
 from epic_rag.errors import DocumentError
 
-__all__ = ["IngestReport", "Item", "PendingDocument", "Progress", "batches", "read_items"]
+__all__ = ["IngestReport", "Item", "PendingDocument", "Progress", "batches", "read_items", "shifted"]
 
 Item = Document | PathInput
 Progress = Callable[[str, int, int], None]
@@ -108,3 +108,14 @@ def batches(pending: Sequence[PendingDocument], tokens: int) -> Iterator[list[Pe
             group, size = [], 0
     if group:
         yield group
+
+
+def shifted(progress: Progress | None, base: int, total: int) -> Callable[[int, int], None] | None:
+    """One batch's progress as that of the whole ingest."""
+    if progress is None:
+        return None
+
+    def report(done: int, _: int) -> None:
+        progress("compile", base + done, total)
+
+    return report

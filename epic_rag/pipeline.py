@@ -34,7 +34,7 @@ from epic_rag.chunking import Chunker, ChunkingConfig
 from epic_rag.corpus import CorpusCompiler
 from epic_rag.defaults import AUTO, LinkDefaults, keep_kv_dtype, kept_kv_dtype, load_defaults, save_defaults
 from epic_rag.documents import Document, content_hash
-from epic_rag.ingest import IngestReport, Item, PendingDocument, Progress, batches, read_items
+from epic_rag.ingest import IngestReport, Item, PendingDocument, Progress, batches, read_items, shifted
 from epic_rag.prompt import PromptComposer
 from epic_rag.publishing import fetch_documents
 from epic_rag.registry import ChunkRecord, DocumentRecord, Registry
@@ -277,7 +277,7 @@ class EpicRAG:
         for group, matrix in zip(groups, vectors, strict=True):
             ids = [i for p in group for i in p.ids]
             texts = [t for p in group for t in p.texts]
-            keys = self.compiler.compile(ids, texts, matrix, pool, _shifted(progress, done, total)) if ids else []
+            keys = self.compiler.compile(ids, texts, matrix, pool, shifted(progress, done, total)) if ids else []
             at = 0
             for p in group:
                 self._register(p, keys[at : at + len(p.ids)], matrix[at : at + len(p.ids)])
@@ -491,14 +491,3 @@ class EpicRAG:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _shifted(progress: Progress | None, base: int, total: int) -> Callable[[int, int], None] | None:
-    """One batch's progress as that of the whole ingest."""
-    if progress is None:
-        return None
-
-    def report(done: int, _: int) -> None:
-        progress("compile", base + done, total)
-
-    return report

@@ -23,7 +23,9 @@ from .model.decoder import Decoder
 from .storage.payload import encoding_for, fingerprint_for
 from .storage.store import ChunkInfo, ChunkStore
 
-__all__ = ["ChunkLibrary"]
+__all__ = ["ChunkLibrary", "Prompt"]
+
+Prompt = Sequence[Sequence[int] | ChunkKey]
 
 # A lease outlasts what was measured by far: who loses it has its work done twice, and nothing worse.
 _LEASE_SECONDS = 60.0
@@ -400,6 +402,21 @@ class ChunkLibrary(ABC):
                 f"no compiled chunk {key} for this model in namespace {self.config.namespace!r}: compile its tokens."
             )
         return info
+
+    def _resolve(self, prompt: Prompt) -> list[tuple[int, ...] | ChunkInfo]:
+        """Check the prompt's segments; looks into the catalogue but touches no KV."""
+        if isinstance(prompt, ChunkKey | str) or any(isinstance(s, int) for s in prompt):
+            raise ConfigError("a prompt is a list of segments: [[token ids], chunk key, …].")
+        resolved: list[tuple[int, ...] | ChunkInfo] = []
+        for index, segment in enumerate(prompt):
+            if isinstance(segment, ChunkKey):
+                resolved.append(self._info(segment))
+            elif len(segment):
+                self._check_ids(segment, f"segment {index}")
+                resolved.append(tuple(segment))
+        if not resolved:
+            raise ConfigError("the prompt is empty: give at least one token.")
+        return resolved
 
     def erase(self, contents: Sequence[Sequence[int]]) -> int:
         """Forget every compiled form of some tokens in this namespace, and every chunk that saw them.

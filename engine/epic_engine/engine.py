@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .attention.base import SequenceRows
 from .attention.select import BACKENDS, make_backend
-from .chunk_library import ChunkLibrary
+from .chunk_library import ChunkLibrary, Prompt
 from .chunks import ChunkKey
 from .config import EngineConfig, SamplingParams
 from .constraint import TokenConstraint, check_constraint
@@ -34,12 +34,10 @@ from .scheduling.generation import Generation
 from .scheduling.jobs import LinkJob
 from .scheduling.serving import Serving
 from .storage.opening import open_store
-from .storage.store import ChunkInfo, ChunkStore
+from .storage.store import ChunkStore
 from .stream import Stream
 
 __all__ = ["Engine", "Prompt"]
-
-Prompt = Sequence[Sequence[int] | ChunkKey]
 
 Result = TypeVar("Result")
 
@@ -388,21 +386,6 @@ class Engine(ChunkLibrary):
     def _check_own(self, linked: LinkedPrompt) -> None:
         if linked.namespace != self.config.namespace:
             raise ConfigError("a linked prompt belongs to another namespace: link it in this one.")
-
-    def _resolve(self, prompt: Prompt) -> list[tuple[int, ...] | ChunkInfo]:
-        """Check the prompt's segments; looks into the catalogue but touches no KV."""
-        if isinstance(prompt, ChunkKey | str) or any(isinstance(s, int) for s in prompt):
-            raise ConfigError("a prompt is a list of segments: [[token ids], chunk key, …].")
-        resolved: list[tuple[int, ...] | ChunkInfo] = []
-        for index, segment in enumerate(prompt):
-            if isinstance(segment, ChunkKey):
-                resolved.append(self._info(segment))
-            elif len(segment):
-                self._check_ids(segment, f"segment {index}")
-                resolved.append(tuple(segment))
-        if not resolved:
-            raise ConfigError("the prompt is empty: give at least one token.")
-        return resolved
 
     def _forward(self, ids: Sequence[int], batch: list[SequenceRows], last: int) -> Tensor:
         """One forward pass; returns the logits of the last rows, ``(last, vocab)`` (nothing for ``last=0``)."""

@@ -12,8 +12,9 @@ import pytest
 import torch
 from epic_engine import ChunkKey, ChunkNotFoundError, FileStore
 from epic_engine.errors import OutOfPagesError
+from epic_engine.memory.lease import Lease
 from epic_engine.memory.paged_kv import PagedKV
-from epic_engine.memory.residency import Lease, Residency
+from epic_engine.memory.residency import Residency
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule

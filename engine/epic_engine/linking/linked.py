@@ -8,8 +8,8 @@ import torch
 
 from epic_engine.attention.base import Run, SequenceRows
 from epic_engine.errors import ConfigError
+from epic_engine.memory.lease import Lease
 from epic_engine.memory.paged_kv import PagedKV
-from epic_engine.memory.residency import Lease
 from epic_engine.request import RequestStats
 
 from .layout import Layout, LinkPlan, runs_between, whole_runs

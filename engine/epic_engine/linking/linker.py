@@ -11,10 +11,11 @@ import torch
 
 from epic_engine.attention.base import AttentionBackend
 from epic_engine.chunks import ChunkKey
+from epic_engine.memory.lease import Lease
 from epic_engine.memory.paged_kv import PagedKV
 from epic_engine.memory.pages import PagePool
 from epic_engine.memory.prefix_cache import PrefixCache
-from epic_engine.memory.residency import Lease, Residency
+from epic_engine.memory.residency import Residency
 from epic_engine.model.decoder import AttentionStep, Decoder
 from epic_engine.storage.store import ChunkInfo
 

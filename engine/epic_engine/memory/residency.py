@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from epic_engine.errors import (
 )
 from epic_engine.storage.store import ChunkInfo, ChunkStore
 
+from .lease import Lease
 from .ledger import ChunkEntry, Extent
 from .load_rates import LoadRates
 from .loader import Loader
@@ -37,45 +38,9 @@ from .maps import disk_bytes_read, in_memory
 from .pages import PagePool
 from .resident import Load, MappedResident, PooledResident, Resident, StreamedResident
 
-__all__ = ["Lease", "Residency"]
+__all__ = ["Residency"]
 
 _GLANCE = 0.01
-
-
-class Lease:
-    """Chunks that stay in memory until they are released, or until this is garbage-collected."""
-
-    def __init__(self, residency: Residency) -> None:
-        self._residency = residency
-        self._residents: dict[ChunkKey, Resident] = {}
-
-    def body(self, key: ChunkKey) -> Resident:
-        """KV of a chunk of this lease. It must not be read after the release.
-
-        Raises
-        ------
-        ValueError
-            If the chunk is not part of the lease, or that was released.
-        """
-        try:
-            return self._residents[key]
-        except KeyError:
-            raise ValueError(f"chunk {key} is not part of this lease, or the lease was released") from None
-
-    def release(self) -> None:
-        """Give the chunks free. Again, nothing happens."""
-        self._residency._release(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
-
-    def __del__(self) -> None:
-        if self._residents:
-            residents = tuple(self._residents.values())
-            self._residency._pool.cleanups.append(partial(self._residency._let_go, residents))
 
 
 class Residency:
