@@ -31,6 +31,7 @@ from torch import Tensor
 from tests.damage import flip, where
 from tests.engine.format_1 import file_of, write_format_1
 from tests.engine.test_store import entry
+from tests.engine.version_2 import to_version_2
 
 Chunk = tuple[ChunkInfo, Tensor]
 
@@ -222,11 +223,11 @@ def test_a_changed_quota_changes_no_entry(path: Path) -> None:
         assert store.verify().clean
 
 
-@pytest.mark.parametrize("table", ["ranks", "dependencies", "namespaces", "fingerprints", "contexts"])
+@pytest.mark.parametrize("table", ["ranks", "recent_dependencies", "namespaces", "fingerprints", "contexts"])
 def test_rows_that_are_gone_are_made_anew(table: str, path: Path) -> None:
     change(path, f"DELETE FROM {table}")
     with closing(FileStore(path)) as store:
-        assert len(store.verify(repair=True).corrupt) == (1 if table == "dependencies" else len(CHUNKS))
+        assert len(store.verify(repair=True).corrupt) == (1 if table == "recent_dependencies" else len(CHUNKS))
         assert store.verify().clean
         assert present(store) == KEYS
         assert store.erase("one", [CHUNKS[0][0].content]) == 2  # and what was compiled behind it
@@ -444,13 +445,6 @@ def test_two_rows_with_one_seal_are_one(a: list[bytes], b: list[bytes], m: tuple
 
 
 # -- older catalogues ------------------------------------------------------------------------------------------
-
-
-def to_version_2(path: Path) -> None:
-    with closing(sqlite3.connect(path / "catalogue.sqlite")) as db, db:
-        db.execute("DROP INDEX chunks_by_key")
-        db.execute("ALTER TABLE chunks DROP COLUMN seal")
-        db.execute("PRAGMA user_version=2")
 
 
 def test_a_catalogue_of_version_2_is_sealed(path: Path) -> None:

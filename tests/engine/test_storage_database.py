@@ -15,6 +15,8 @@ from epic_engine.errors import ChunkNotFoundError
 from epic_engine.storage.file_store import FileStore
 from epic_engine.storage.store import ChunkInfo
 
+from tests.engine.version_2 import to_version_2
+
 
 def ask(path: Path, text: str) -> list[tuple[Any, ...]]:
     with closing(sqlite3.connect(path / "catalogue.sqlite")) as db:
@@ -75,14 +77,14 @@ def test_a_key_is_there_once(tmp_path: Path) -> None:
 def test_version_2_gets_the_same_indices(tmp_path: Path) -> None:
     put(tmp_path / "new", 0, 3)
     put(tmp_path / "old", 0, 3)
-    with closing(sqlite3.connect(tmp_path / "old" / "catalogue.sqlite", isolation_level=None)) as db:
-        db.execute("DROP INDEX chunks_by_content")
-        db.execute("CREATE INDEX chunks_by_content ON chunks (namespace, content, fingerprint, created, key)")
-        db.execute("DROP INDEX chunks_by_key")
-        db.execute("ALTER TABLE chunks DROP COLUMN seal")
-        db.execute("PRAGMA user_version=2")
+    to_version_2(tmp_path / "old")
     FileStore(tmp_path / "old").close()
-    text = "SELECT name, sql FROM sqlite_master WHERE type = 'index' ORDER BY name"
+    text = "SELECT type, name, sql FROM sqlite_master WHERE name != 'chunks' ORDER BY name"
     assert ask(tmp_path / "old", text) == ask(tmp_path / "new", text)
+    everything = "SELECT head, chunk FROM {0} UNION ALL SELECT head, chunk FROM recent_{0} ORDER BY chunk"
+    for name in ("keys", "contents"):
+        entries = ask(tmp_path / "old", everything.format(name))
+        assert entries == ask(tmp_path / "new", everything.format(name))
+        assert len(entries) == 3
     with closing(FileStore(tmp_path / "old")) as store:
         assert [info.token_ids for info in store.forms("one", "f", digest("c1"))] == [(1, 1)]

@@ -17,11 +17,12 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from epic_engine import ChunkNotFoundError, FileStore, export_chunks
-from epic_engine.storage import appender, faults
+from epic_engine.storage import appender, faults, indices
 from epic_engine.storage.rebuild import rebuild
 
 from tests.damage import damage
@@ -75,6 +76,11 @@ def _delete(store: FileStore, told: Told, numbers: list[int]) -> None:
 
 def scenario(path: Path, told: Told) -> None:
     """Pass every point."""
+    with mock.patch.object(indices, "MERGE_EVERY", 2):
+        _scenario(path, told)
+
+
+def _scenario(path: Path, told: Told) -> None:
     store = FileStore(path, segment_bytes=SEGMENT_BYTES)
     for name in ("0" * 32, "1" * 32):  # left by processes that were killed before they wrote anything
         (path / "segments" / f"{name}.seg").write_bytes(b"")

@@ -49,12 +49,12 @@ def test_chunks_are_many_different_ones_of_several_tenants(tmp_path: Path) -> No
     assert rows(store, "SELECT count(*), count(DISTINCT key), count(DISTINCT content) FROM chunks") == [(200,) * 3]
     assert rows(store, "SELECT count(*) FROM namespaces") == [(8,)]
     assert rows(store, "SELECT count(*) FROM fingerprints") == [(3,)]
-    assert rows(store, "SELECT count(*) FROM dependencies") == [(50,)]
+    assert rows(store, "SELECT count(*) FROM recent_dependencies") == [(50,)]
     for raw, digest in rows(store, "SELECT token_ids, content FROM chunks"):
         assert hashlib.sha256(raw).digest() == digest
         assert len(struct.unpack("<4i", raw)) == 4
     # What another chunk depends on is there.
-    missing = "SELECT count(*) FROM dependencies WHERE content NOT IN (SELECT content FROM chunks)"
+    missing = "SELECT count(*) FROM recent_dependencies WHERE content NOT IN (SELECT content FROM chunks)"
     assert rows(store, missing) == [(0,)]
     assert len({bytes(chunks.kv(n).view(torch.uint8).numpy()) for n in range(50)}) == 50
     assert chunks.info(7, 5.0) == TinyChunks(3).info(7, 5.0) != TinyChunks(4).info(7, 5.0)

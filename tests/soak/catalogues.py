@@ -24,7 +24,12 @@ __all__ = ["flipped_catalogue", "flipped_log"]
 
 _ROWS = (
     "SELECT hex(c.key), c.*, n.name, f.name, x.name, s.name, s.kind, r.chunk, "
-    "(SELECT count(*) FROM dependencies d WHERE d.chunk = c.id) FROM chunks c "
+    "(SELECT count(*) FROM dependencies d WHERE d.chunk = c.id), "
+    "(SELECT count(*) FROM recent_dependencies d WHERE d.chunk = c.id), "
+    "(SELECT max(chunk) FROM (SELECT chunk FROM recent_keys WHERE head = substr(c.key, 1, 16) UNION ALL "
+    "SELECT chunk FROM keys WHERE head = substr(c.key, 1, 16))), "
+    "(SELECT count(*) FROM (SELECT * FROM recent_contents UNION ALL SELECT * FROM contents) e "
+    "WHERE e.chunk = c.id AND e.namespace = c.namespace AND e.head = substr(c.content, 1, 8)) FROM chunks c "
     "LEFT JOIN namespaces n ON n.id = c.namespace LEFT JOIN fingerprints f ON f.id = c.fingerprint "
     "LEFT JOIN contexts x ON x.id = c.context LEFT JOIN segments s ON s.id = c.segment "
     "LEFT JOIN ranks r ON r.chunk = c.id ORDER BY c.id"

@@ -17,10 +17,13 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from epic_engine.storage import indices
 from rich.progress import Progress
 
 from .kinds import kind_of
@@ -52,7 +55,8 @@ class Campaign:
             for script in range(SCRIPTS):
                 scratch = folder / "passes"
                 scratch.mkdir()
-                self._passes[number, script] = passes(base, scratch, script)
+                with _merging():
+                    self._passes[number, script] = passes(base, scratch, script)
 
     def trial(self, seed: int, *, keep: bool = False) -> dict[str, Any]:
         """One trial.
@@ -74,7 +78,8 @@ class Campaign:
             try:
                 os.setpgid(0, 0)
                 try:
-                    kind.inflict(trial)
+                    with _merging():
+                        kind.inflict(trial)
                 except Exception:
                     trial.outcome.other.append(f"{trial.outcome.detail}\n{traceback.format_exc()}")
                 with os.fdopen(write, "w") as file:
@@ -89,6 +94,11 @@ class Campaign:
             if not keep:
                 shutil.rmtree(folder, ignore_errors=True)
         return {"seed": seed, "kind": kind.name, "seconds": time.monotonic() - begun, **found}
+
+
+def _merging() -> AbstractContextManager[object]:
+    """Small stores merge their indices as large ones do."""
+    return mock.patch.object(indices, "MERGE_EVERY", 3)
 
 
 def _answer(pipe: int, child: int) -> dict[str, Any]:

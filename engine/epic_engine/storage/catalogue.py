@@ -11,10 +11,11 @@ from typing import Any
 from epic_engine.chunks import ChunkKey
 from epic_engine.errors import ConfigError
 
-from . import faults, schema
+from . import faults, indices, schema
 from .database import Database
 from .eviction import no_room, victims
-from .schema import CONTENT_IS, KEY_IS, SEGMENT
+from .indices import BEHIND, CONTENT_IS, KEY_IS, LOST, STRAYS
+from .schema import SEGMENT
 from .seals import NAMED, SEALED, entry_of, is_whole, unpack_ids
 from .segments import DTYPES, Record
 from .store import ChunkInfo, StoreUsage
@@ -126,17 +127,15 @@ class Catalogue(Database):
         found: set[ChunkKey] = set()
         for at in range(0, len(keys), _MOST_VARIABLES):
             part = [bytes.fromhex(key.hex)[:16] for key in keys[at : at + _MOST_VARIABLES]]
-            marks = ", ".join("?" * len(part))
-            rows = self.query(
-                f"SELECT {SEALED} FROM {NAMED} WHERE substr(key, 1, 16) IN ({marks}) AND {_LIVE}", (*part, time.time())
-            )
+            condition = indices.one_of(len(part))
+            rows = self.query(f"SELECT {SEALED} FROM {NAMED} WHERE {condition} AND {_LIVE}", (*part, time.time()))
             found.update(ChunkKey(row[0].hex()) for row in rows if is_whole(row))
         return found.intersection(keys)
 
     def forms(self, namespace: str, fingerprint: str, content: str) -> list[ChunkInfo]:
         """All forms of a content, oldest first."""
         rows = self.query(
-            f"SELECT {SEALED} FROM {NAMED} WHERE {CONTENT_IS} AND n.name = ? AND f.name = ? AND {_LIVE}",
+            f"SELECT {SEALED} FROM {NAMED} WHERE {CONTENT_IS} AND f.name = ? AND {_LIVE}",
             (_digest(content), namespace, fingerprint, time.time()),
         )
         return sorted(_infos(rows), key=lambda info: (info.created, info.key))
@@ -171,9 +170,19 @@ class Catalogue(Database):
         """
         return self.query(
             f"SELECT {_PLACE}, r.chunk IS NOT NULL, (SELECT count(*) FROM dependencies d WHERE d.chunk = c.id) "
+            "+ (SELECT count(*) FROM recent_dependencies d WHERE d.chunk = c.id) "
             f"FROM {_PLACED} LEFT JOIN ranks r ON r.chunk = c.id WHERE c.id > ? ORDER BY c.id LIMIT ?",
             (after, limit),
         )
+
+    def lost(self, first: int, last: int) -> list[int]:
+        """Numbers of chunks from one number to another that are not found by their key or their content."""
+        rows = self.query(f"SELECT c.id FROM chunks c WHERE c.id BETWEEN ? AND ? AND {LOST}", (first, last))
+        return [row[0] for row in rows]
+
+    def strays(self) -> int:
+        """How many entries of the indices lead to no chunk, or to another."""
+        return int(self.query(STRAYS)[0][0])
 
     def in_segment(self, segment: int, after: int, limit: int) -> list[tuple[Place, ChunkInfo | None]]:
         """The first chunks of a segment whose records begin behind a place, in the order of the file.
@@ -230,17 +239,14 @@ class Catalogue(Database):
             sizes: dict[str, int] = {}
             for segment, record in records:
                 key = bytes.fromhex(record.info.key.hex)
-                old = db.execute(
-                    f"SELECT c.id, r.pinned FROM chunks c LEFT JOIN ranks r ON r.chunk = c.id WHERE {KEY_IS}", (key,)
-                ).fetchone()
-                if old:
-                    db.execute("DELETE FROM chunks WHERE id = ?", (old[0],))
                 span = record.end - record.start
                 place = (segment, record.start, record.offset, record.stored, span)
-                schema.insert_chunk(
-                    db, record.info, place, record.shape, record.dtype, record.checksum,
-                    clock=clock, pinned=bool(old and old[1]),
-                )  # fmt: skip
+                chunk = (record.info, place, record.shape, record.dtype, record.checksum)
+                try:  # most keys are new, which is found out by entering them
+                    schema.insert_chunk(db, *chunk, clock=clock)
+                except sqlite3.IntegrityError:
+                    pinned = self._remove(db, key)
+                    schema.insert_chunk(db, *chunk, clock=clock, pinned=pinned)
                 ends[segment] = max(ends.get(segment, 0), record.end)
                 sizes[record.info.namespace] = sizes.get(record.info.namespace, 0) + span
             for namespace, wanted in sizes.items():
@@ -255,6 +261,15 @@ class Catalogue(Database):
             db.executemany("UPDATE segments SET size = max(size, ?) WHERE id = ?", [(e, s) for s, e in ends.items()])
             faults.point("put.committing")
         faults.point("put.committed")
+
+    def _remove(self, db: sqlite3.Connection, key: bytes) -> bool:
+        """Remove a chunk; whether it was pinned."""
+        text = f"SELECT c.id, r.pinned FROM chunks c LEFT JOIN ranks r ON r.chunk = c.id WHERE {KEY_IS}"
+        old = db.execute(text, (key,)).fetchone()
+        if old is None:
+            return False
+        db.execute("DELETE FROM chunks WHERE id = ?", (old[0],))
+        return bool(old[1])
 
     def _enforce_quota(self, db: sqlite3.Connection, namespace: str, wanted: int, newest: int) -> None:
         ident, quota = db.execute("SELECT id, quota FROM namespaces WHERE name = ?", (namespace,)).fetchone()
@@ -314,7 +329,7 @@ class Catalogue(Database):
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Forget chunks; returns how many there were."""
         raw = [(bytes.fromhex(key.hex),) for key in keys]
-        text = f"DELETE FROM chunks WHERE {KEY_IS}"
+        text = f"DELETE FROM chunks AS c WHERE {KEY_IS}"
         return self._forget(lambda db: db.executemany(text, raw).rowcount if raw else 0)
 
     def erase(self, namespace: str, contents: Sequence[str]) -> int:
@@ -323,11 +338,9 @@ class Catalogue(Database):
 
         def change(db: sqlite3.Connection) -> int:
             count = 0
-            row = db.execute("SELECT id FROM namespaces WHERE name = ?", (namespace,)).fetchone()
-            for digest in digests if row else ():
-                for condition in (CONTENT_IS, "id IN (SELECT chunk FROM dependencies WHERE content = ?1)"):
-                    text = f"DELETE FROM chunks WHERE {condition} AND namespace = ?"
-                    count += db.execute(text, (digest, *row)).rowcount
+            for digest in digests:
+                for condition in (CONTENT_IS, BEHIND):
+                    count += db.execute(f"DELETE FROM chunks AS c WHERE {condition}", (digest, namespace)).rowcount
             return count
 
         return self._forget(change)
@@ -381,7 +394,7 @@ class Catalogue(Database):
             ).fetchone()
             if (
                 row is None
-                or db.execute(f"SELECT 1 FROM chunks WHERE {KEY_IS} AND id != ?", (key, place.ident)).fetchone()
+                or db.execute(f"SELECT 1 FROM chunks c WHERE {KEY_IS} AND c.id != ?", (key, place.ident)).fetchone()
             ):
                 return False
             db.execute("DELETE FROM chunks WHERE id = ?", (place.ident,))
@@ -391,13 +404,27 @@ class Catalogue(Database):
             )  # fmt: skip
             return True
 
+    def find_again(self, ident: int) -> None:
+        """Have a chunk found by its key and its content, unless its key has been put again: then forget this one."""
+        with self.transaction() as db:
+            row = db.execute("SELECT key FROM chunks WHERE id = ?", (ident,)).fetchone()
+            if row and db.execute(f"SELECT 1 FROM chunks c WHERE {KEY_IS} AND c.id != ?", (row[0], ident)).fetchone():
+                db.execute("DELETE FROM chunks WHERE id = ?", (ident,))
+            else:
+                db.execute("UPDATE chunks SET id = id WHERE id = ?", (ident,))  # by a trigger
+
+    def drop_strays(self) -> None:
+        """Drop entries of the indices that lead to no chunk, or to another."""
+        with self.transaction() as db:
+            indices.drop_strays(db)
+
     def pin(self, keys: Sequence[ChunkKey], pinned: bool) -> int:
         """Pin or unpin chunks; returns how many there are."""
         raw = [(bytes.fromhex(key.hex), pinned) for key in dict.fromkeys(keys)]
         with self.transaction() as db:
             return sum(
                 db.execute(
-                    f"UPDATE ranks SET pinned = ?2 WHERE chunk = (SELECT id FROM chunks WHERE {KEY_IS})", r
+                    f"UPDATE ranks SET pinned = ?2 WHERE chunk = (SELECT c.id FROM chunks c WHERE {KEY_IS})", r
                 ).rowcount
                 for r in raw
             )

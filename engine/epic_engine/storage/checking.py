@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -49,8 +49,9 @@ def verify(
     catalogue, layout
         The store's.
     repair
-        Enter a chunk anew from its record where its row is damaged, set aside what is lost, and remove what nothing
-        names, but for segments with records of chunks that were lost: a new catalogue would find these.
+        Enter a chunk anew from its record where its row is damaged, and in the indices where they have lost it, set
+        aside what is lost, and remove what nothing names, but for segments with records of chunks that were lost: a new
+        catalogue would find these.
     quick
         Read no payloads, and leave the catalogue's indices unchecked.
     progress
@@ -66,17 +67,25 @@ def verify(
     if repair:
         catalogue.check_writable()
     for rows in _pages(catalogue):
+        reported = set()
         for row, problem in _problems(layout, rows, quick):
             place = place_of_row(row)
             # Meanwhile it may have been deleted, or copied elsewhere.
             if catalogue.place_of(place.ident) != (place.segment, place.start):
                 continue
             (report.missing if isinstance(problem, FileNotFoundError) else report.corrupt).append(_hex(place.key))
+            reported.add(place.ident)
             if repair and not mend(catalogue, layout, place):
                 catalogue.set_aside(place, str(problem))
+        if not quick:
+            _check_indices(catalogue, {row[0]: row[8] for row in rows if row[0] not in reported}, report, repair)
         report.checked += len(rows)
         if progress:
             progress(report.checked)
+    if not quick:
+        report.strays = catalogue.strays()
+        if repair and report.strays:
+            catalogue.drop_strays()
     report.orphans = [layout.relative(path) for path in orphans(catalogue, layout)]
     report.quarantined = catalogue.quarantined()
     if repair:
@@ -84,6 +93,15 @@ def verify(
         keep = {path for path in map(layout.root.joinpath, report.orphans) if lost and _holds(path, lost)}
         sweep(catalogue, layout, everything=True, keep=keep)
     return report
+
+
+def _check_indices(catalogue: Catalogue, keys: Mapping[int, object], report: VerifyReport, repair: bool) -> None:
+    """Report the chunks of a page that are not found by their key or their content; with ``repair``, they are again."""
+    for ident in catalogue.lost(min(keys), max(keys)) if keys else ():
+        if ident in keys:
+            report.corrupt.append(_hex(keys[ident]))
+            if repair:
+                catalogue.find_again(ident)
 
 
 def _holds(path: Path, keys: set[str]) -> bool:

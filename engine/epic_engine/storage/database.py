@@ -25,9 +25,8 @@ __all__ = ["FAILURES", "Database", "rebuilding"]
 FAILURES = (sqlite3.Error, UnicodeDecodeError)
 """What SQLite raises."""
 
-# Keys come in no order: each new one changes pages of its own in the indices, which are written to the log and from
-# there to the file. A long log puts several changes of a page into the file at once, and the cache holds the indices of
-# a million chunks.
+# What is changed again and again, as the tables of new keys are, is written to the log each time and from there to the
+# file: a long log puts several changes of a page into the file at once. The cache holds the keys of a million chunks.
 _LOG_PAGES = 16 << 10
 _CACHE_KIB = 64 << 10
 

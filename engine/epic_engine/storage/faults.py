@@ -19,6 +19,8 @@ POINTS = (
     "put.synced",
     "put.committing",
     "put.committed",
+    "indices.merging",
+    "indices.merged",
     "delete.committing",
     "delete.committed",
     "quarantine.committing",

@@ -21,6 +21,7 @@ from epic_engine.errors import StoreError
 from . import schema
 from .catalogue import Catalogue, Place
 from .file_store import FileStore
+from .indices import KEY_IS
 from .layout import Layout
 from .locks import release, take
 from .objects import Objects
@@ -202,7 +203,7 @@ class _Publication:
                 for place, info in rows:
                     if info is not None and info.key in here and self._mine(info.namespace):
                         row = self._new.execute(
-                            f"SELECT segment FROM chunks WHERE {schema.KEY_IS}", (bytes.fromhex(info.key.hex),)
+                            f"SELECT c.segment FROM chunks c WHERE {KEY_IS}", (bytes.fromhex(info.key.hex),)
                         ).fetchone()
                         if row is None or row[0] in self._wasteful:
                             yield place, info
@@ -283,7 +284,7 @@ class _Publication:
         writer.path.unlink()
         number = self._enter_segment(name, writer.end)
         for record in self._records:
-            self._new.execute(f"DELETE FROM chunks WHERE {schema.KEY_IS}", (bytes.fromhex(record.info.key.hex),))
+            self._new.execute(f"DELETE FROM chunks AS c WHERE {KEY_IS}", (bytes.fromhex(record.info.key.hex),))
             self._enter(number, record.info, record.shape, record.dtype, record.checksum, record)
         self._records.clear()
         self._report.files += 1

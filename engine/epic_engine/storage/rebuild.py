@@ -13,6 +13,7 @@ from filelock import FileLock
 from epic_engine.errors import StoreError
 
 from . import faults, schema
+from .indices import KEY_IS
 from .layout import Layout
 from .locks import release, take
 from .segments import Record, salvage, sync_directory
@@ -96,10 +97,10 @@ def _rebuild(layout: Layout) -> int:
 
 def _enter(db: sqlite3.Connection, segment: int, record: Record) -> None:
     key = bytes.fromhex(record.info.key.hex)
-    row = db.execute(f"SELECT created FROM chunks WHERE {schema.KEY_IS}", (key,)).fetchone()
+    row = db.execute(f"SELECT c.created FROM chunks c WHERE {KEY_IS}", (key,)).fetchone()
     if row is not None and row[0] > record.info.created:
         return
-    db.execute(f"DELETE FROM chunks WHERE {schema.KEY_IS}", (key,))
+    db.execute(f"DELETE FROM chunks AS c WHERE {KEY_IS}", (key,))
     place = (segment, record.start, record.offset, record.stored, record.end - record.start)
     schema.insert_chunk(
         db, record.info, place, record.shape, record.dtype, record.checksum, clock=0.0

@@ -19,15 +19,13 @@ import xxhash
 
 from epic_engine.chunks import ChunkKey
 
-from . import faults
+from . import faults, indices
 from .eviction import weight
 from .seals import NAMED, SEALED, pack_ids, pack_row, seal, unpack_ids, unpack_row
 from .segments import DTYPES, RECORD_HEADER, metadata, read_record, sync_directory, unpack_header
 from .store import ChunkInfo
 
 __all__ = [
-    "CONTENT_IS",
-    "KEY_IS",
     "RAW_FILE",
     "SEGMENT",
     "VERSION",
@@ -43,16 +41,6 @@ VERSION = 3
 SEGMENT, RAW_FILE = 0, 1  # kinds of segments: a file of records; a safetensors file of format 1, one chunk
 
 _KEY = re.compile("[0-9a-f]{64}")
-# Digests come in no order, so that each changes a page of its own in an index. Beginnings of them keep the indices of a
-# million chunks in the writer's cache. No two keys share 128 bits; contents may share 64.
-_INDICES = (
-    "CREATE UNIQUE INDEX chunks_by_key ON chunks (substr(key, 1, 16))",
-    "CREATE INDEX chunks_by_content ON chunks (namespace, substr(content, 1, 8))",
-)
-KEY_IS = "substr(key, 1, 16) = substr(?1, 1, 16) AND key = ?1"
-"""The condition by which a chunk is found; the key is the statement's first parameter."""
-CONTENT_IS = "substr(content, 1, 8) = substr(?1, 1, 8) AND content = ?1"
-"""The same for a content, together with a namespace."""
 _STATEMENTS = (
     "CREATE TABLE settings (name TEXT PRIMARY KEY, value) WITHOUT ROWID",
     "CREATE TABLE namespaces (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, quota INTEGER)",
@@ -90,7 +78,7 @@ _STATEMENTS = (
         token_ids BLOB NOT NULL,
         context_ids BLOB NOT NULL,
         seal BLOB NOT NULL)""",
-    *_INDICES,
+    *indices.STATEMENTS,
     "CREATE INDEX chunks_by_age ON chunks (created, key)",
     "CREATE INDEX chunks_by_segment ON chunks (segment, start, span)",
     "CREATE INDEX chunks_by_expiry ON chunks (expires) WHERE expires IS NOT NULL",
@@ -189,7 +177,7 @@ def insert_chunk(
     clock: float,
     pinned: bool = False,
 ) -> None:
-    """Enter a chunk whose key is not in the catalogue; inside a transaction.
+    """Enter a chunk; inside a transaction.
 
     Parameters
     ----------
@@ -205,6 +193,11 @@ def insert_chunk(
         Of the eviction.
     pinned
         Whether it must not be evicted.
+
+    Raises
+    ------
+    sqlite3.IntegrityError
+        If its key is in the catalogue; nothing was entered then.
     """
     span = place[-1]
     row = pack_row(info, shape, dtype, checksum)
@@ -241,9 +234,11 @@ def insert_chunk(
         (cursor.lastrowid, namespace, span, value, clock + value, info.created, pinned),
     )
     db.executemany(
-        "INSERT OR IGNORE INTO dependencies VALUES (?, ?)",
+        "INSERT OR IGNORE INTO recent_dependencies VALUES (?, ?)",
         [(bytes.fromhex(content), cursor.lastrowid) for content in info.depends],
     )
+    if (cursor.lastrowid or 0) % indices.MERGE_EVERY == 0:
+        indices.merge(db)
 
 
 # -- migrations ------------------------------------------------------------------------------------------------
@@ -383,8 +378,9 @@ def payload_of(file: BinaryIO, nbytes: int) -> tuple[int, int]:
 def _from_2(db: sqlite3.Connection, directory: Path) -> None:
     """Every row gets the seal of the record that it names, so that one which was damaged before is known as such."""
     db.execute("DROP INDEX chunks_by_content")
-    for statement in _INDICES:
+    for statement in indices.STATEMENTS:
         db.execute(statement)
+    indices.fill(db)
     db.execute("ALTER TABLE chunks ADD COLUMN seal BLOB NOT NULL DEFAULT x''")
     rows = db.execute(
         f"SELECT {SEALED}, c.id, c.start, c.offset, c.stored, iif(s.kind = {SEGMENT}, s.name, NULL) FROM {NAMED} "

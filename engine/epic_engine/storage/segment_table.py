@@ -161,7 +161,7 @@ class SegmentTable:
                 "UPDATE segments SET live = coalesce((SELECT sum(span) FROM chunks WHERE segment = segments.id), 0)"
             )
             db.execute("UPDATE segments SET gone = 0 WHERE gone AND live > 0")
-            for table in ("ranks", "dependencies"):
+            for table in ("ranks", "dependencies", "recent_dependencies"):
                 db.execute(f"DELETE FROM {table} WHERE chunk NOT IN (SELECT id FROM chunks)")
             faults.point("collect.committing")
         faults.point("collect.committed")

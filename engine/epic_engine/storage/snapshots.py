@@ -26,6 +26,7 @@ from epic_engine.errors import StoreFormatError
 
 from . import schema
 from .catalogue import Catalogue
+from .indices import BEHIND, CONTENT_IS
 from .packed_files import PackedFile, fetch_file, pack_file
 from .payload import ENCODINGS
 from .segments import ALIGNMENT, DTYPES, SEGMENT_HEADER
@@ -134,11 +135,8 @@ class Snapshot(Catalogue):
         """Every form of a content, and what was compiled behind it."""
         digest = bytes.fromhex(content)
         found: set[ChunkKey] = set()
-        for condition in (schema.CONTENT_IS, "c.id IN (SELECT chunk FROM dependencies WHERE content = ?1)"):
-            rows = self.query(
-                f"SELECT c.key FROM chunks c JOIN namespaces n ON n.id = c.namespace WHERE {condition} AND n.name = ?",
-                (digest, namespace),
-            )
+        for condition in (CONTENT_IS, BEHIND):
+            rows = self.query(f"SELECT c.key FROM chunks c WHERE {condition}", (digest, namespace))
             found.update(ChunkKey(key.hex()) for (key,) in rows)
         return found
 

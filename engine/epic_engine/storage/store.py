@@ -75,6 +75,8 @@ class VerifyReport:
         Files that no catalogue entry names (left by a process that was killed between two steps).
     quarantined
         Keys that were set aside before, because their bytes were damaged; harmless.
+    strays
+        Entries of the catalogue's indices that lead to no chunk, left where damaged rows were mended; harmless.
     """
 
     checked: int = 0
@@ -82,6 +84,7 @@ class VerifyReport:
     missing: list[str] = field(default_factory=list)
     orphans: list[str] = field(default_factory=list)
     quarantined: list[str] = field(default_factory=list)
+    strays: int = 0
 
     @property
     def clean(self) -> bool:
