@@ -464,7 +464,8 @@ class Registry:
                 raise
 
     def _no_document(self, doc_id: str) -> DocumentNotFoundError:
-        ids = [row[0] for row in self._rows("SELECT doc_id FROM documents ORDER BY doc_id LIMIT 2000")]
+        rows = self._rows("SELECT doc_id FROM documents WHERE typeof(doc_id) = 'text' ORDER BY doc_id LIMIT 2000")
+        ids = [row[0] for row in rows]
         # People type the file's name where the id is its whole path.
         close = [known for known in ids if doc_id and known.endswith("/" + doc_id)][:3]
         close = close or difflib.get_close_matches(str(doc_id), ids, n=3)

@@ -50,7 +50,9 @@ class SegmentTable:
     def _select(self, condition: str, *values: object) -> list[Segment]:
         rows = self._catalogue.query(f"SELECT id, name, kind, size, live, gone FROM segments WHERE {condition}", values)
         return [
-            Segment(row[0], row[1], row[2], row[3], row[4], bool(row[5])) for row in rows if is_name(row[1], row[2])
+            Segment(row[0], row[1], row[2], _count(row[3]), _count(row[4]), bool(row[5]))
+            for row in rows
+            if is_name(row[1], row[2])
         ]
 
     def all(self) -> list[Segment]:
@@ -166,3 +168,8 @@ class SegmentTable:
             faults.point("collect.committing")
         faults.point("collect.committed")
         return gone
+
+
+def _count(value: object) -> int:
+    """A number of bytes; a damaged one is none."""
+    return value if isinstance(value, int) else 0

@@ -284,7 +284,7 @@ def info_from(key: bytes, text: bytes) -> ChunkInfo | None:
         ids = info.token_ids + info.context_ids
         "".join((info.namespace, info.fingerprint, info.context, info.encoding)).encode()
         digests = (info.content, *info.depends)
-        numbers = (info.nbytes, info.created, info.expires or 0, info.cost or 0)
+        numbers = (info.nbytes, info.created, *(n for n in (info.expires, info.cost) if n is not None))
         fits = (
             all(len(bytes.fromhex(digest)) == len(key) for digest in digests)
             and set(map(type, ids)) <= {int}
