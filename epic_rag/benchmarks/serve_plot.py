@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from epic_rag.evaluation.plots import LIGHT, Theme
+from epic_rag.evaluation.plots import LIGHT, Theme, style_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +42,7 @@ def draw_serve(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes | None:
     figure = Figure(figsize=(13, 0.6 + 3.7 * rows), layout="constrained", facecolor=theme.paper)
     axes = figure.subplots(rows, 3, squeeze=False)
     for axis in axes.flatten():
-        _style(axis, theme)
+        style_axis(axis, theme, lines="y")
     for row, tokens in enumerate(lengths):
         for axis in axes[row][1:]:
             axis.sharey(axes[row][0])
@@ -61,18 +61,6 @@ def draw_serve(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes | None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=_DPI, facecolor=theme.paper)
     return buffer.getvalue()
-
-
-def _style(axis: Axes, theme: Theme) -> None:
-    axis.set_facecolor(theme.paper)
-    axis.tick_params(colors=theme.ink, labelsize=9.5)
-    axis.grid(True, axis="y", color=theme.grid, linewidth=0.8)
-    axis.set_axisbelow(True)
-    for side, spine in axis.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set_color(theme.grid)
-    for label in (axis.xaxis.label, axis.yaxis.label):
-        label.set_color(theme.ink)
 
 
 def _ttft(

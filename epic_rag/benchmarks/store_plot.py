@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from epic_rag.evaluation.plots import LIGHT, Theme
+from epic_rag.evaluation.plots import LIGHT, Theme, style_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +31,7 @@ def draw_store(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes | None:
     figure = Figure(figsize=(12, 4.2), layout="constrained", facecolor=theme.paper)
     left, right = figure.subplots(1, 2)
     for axis in (left, right):
-        _style(axis, theme)
+        style_axis(axis, theme)
     _rates(left, spans, theme)
     if lookups:
         _latencies(right, lookups, theme)
@@ -40,18 +40,6 @@ def draw_store(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes | None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=_DPI, facecolor=theme.paper)
     return buffer.getvalue()
-
-
-def _style(axis: Axes, theme: Theme) -> None:
-    axis.set_facecolor(theme.paper)
-    axis.tick_params(colors=theme.ink, labelsize=9.5)
-    axis.grid(True, color=theme.grid, linewidth=0.8)
-    axis.set_axisbelow(True)
-    for side, spine in axis.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set_color(theme.grid)
-    for label in (axis.xaxis.label, axis.yaxis.label):
-        label.set_color(theme.ink)
 
 
 def _rates(axis: Axes, spans: list[Mapping[str, float]], theme: Theme) -> None:

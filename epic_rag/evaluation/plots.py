@@ -6,7 +6,7 @@ import io
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["DARK", "LIGHT", "Theme", "needle_map", "pareto_front", "quality_over_cost", "require_matplotlib"]
+__all__ = [
+    "DARK",
+    "LIGHT",
+    "Theme",
+    "needle_map",
+    "pareto_front",
+    "quality_over_cost",
+    "require_matplotlib",
+    "style_axis",
+]
 
 # Apart from each other for most kinds of colour vision, and legible on white and on near-black.
 _COLOURS = ("#3b82e0", "#e07b27", "#2e9e63", "#9a66d8", "#d9485c", "#1fa3a8", "#cf5fa8", "#a08a1e", "#7a6a5c")
@@ -239,3 +248,16 @@ def _png(figure: Figure) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=_DPI, facecolor=figure.get_facecolor())
     return buffer.getvalue()
+
+
+def style_axis(axis: Axes, theme: Theme, *, lines: Literal["both", "x", "y"] = "both") -> None:
+    """Give an axis a theme's colours, with grid lines and without a frame."""
+    axis.set_facecolor(theme.paper)
+    axis.tick_params(colors=theme.ink, labelsize=9.5)
+    axis.grid(True, axis=lines, color=theme.grid, linewidth=0.8)
+    axis.set_axisbelow(True)
+    for side, spine in axis.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(theme.grid)
+    for label in (axis.xaxis.label, axis.yaxis.label):
+        label.set_color(theme.ink)

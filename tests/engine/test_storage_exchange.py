@@ -39,6 +39,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.damage import damage, where
+from tests.engine.fault_hooks import at, throw
 
 from .format_1 import write_format_1
 from .models import tiny
@@ -549,22 +550,6 @@ def test_an_error_leaves_nothing(point: str, passes: list[str], tmp_path: Path) 
                 small_export(tmp_path / "out")
             assert os.listdir(tmp_path / "out") == []
     assert small_export(tmp_path / "out") == len(MIXED)
-
-
-def at(point: str, number: int, act: Callable[[], None]) -> Callable[[str], None]:
-    seen = [0]
-
-    def hook(name: str) -> None:
-        if name == point:
-            seen[0] += 1
-            if seen[0] == number + 1:
-                act()
-
-    return hook
-
-
-def throw(error: BaseException) -> None:
-    raise error
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

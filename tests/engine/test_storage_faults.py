@@ -12,7 +12,6 @@ import shutil
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -26,6 +25,7 @@ from epic_engine.storage import appender, faults, indices
 from epic_engine.storage.rebuild import rebuild
 
 from tests.damage import damage
+from tests.engine.fault_hooks import at, throw
 from tests.engine.format_1 import write_format_1
 from tests.engine.test_store import entry
 
@@ -180,26 +180,10 @@ def test_an_error_at_any_point(point: str, passes: Counter[str], tmp_path: Path)
     for number, error in zip((0, passes[point] - 1, passes[point] // 2), ERRORS, strict=True):
         path = tmp_path / type(error).__name__
         told = _fresh(path)
-        with faults.install(_at(point, number, partial(_raise, error))), suppress(Exception, KeyboardInterrupt):
+        with faults.install(at(point, number, partial(throw, error))), suppress(Exception, KeyboardInterrupt):
             scenario(path, told)
         _check(path, told)
         shutil.rmtree(path)
-
-
-def _raise(error: BaseException) -> None:
-    raise error
-
-
-def _at(point: str, number: int, act: Callable[[], None]) -> Callable[[str], None]:
-    seen = [0]
-
-    def hook(name: str) -> None:
-        if name == point:
-            seen[0] += 1
-            if seen[0] == number + 1:
-                act()
-
-    return hook
 
 
 @pytest.mark.slow
@@ -213,7 +197,7 @@ def test_a_kill_at_any_point(point: str, passes: Counter[str], tmp_path: Path) -
         child = os.fork()
         if child == 0:
             try:
-                with faults.install(_at(point, number, lambda: os._exit(9))):
+                with faults.install(at(point, number, lambda: os._exit(9))):
                     scenario(path, told)
             finally:
                 os._exit(1)
@@ -228,7 +212,7 @@ def test_a_kill_at_any_point(point: str, passes: Counter[str], tmp_path: Path) -
 def test_a_failed_put_leaves_the_rows_as_they_were(point: str, tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     store.put(NEW[:2])
-    with faults.install(_at(point, 0, lambda: _raise(Broken()))), pytest.raises(Broken):
+    with faults.install(at(point, 0, lambda: throw(Broken()))), pytest.raises(Broken):
         store.put([(NEW[0][0], NEW[0][1] + 1), NEW[2]])
     assert {i.key for i in store.entries()} == {i.key for i, _ in NEW[:2]}
     assert all(torch.equal(store.load(i.key), kv) for i, kv in NEW[:2])

@@ -14,6 +14,7 @@ import torch
 from epic_engine import Completion, SamplingParams
 
 from tests.rag.stack import TEXTS, model, tokenizer
+from tests.server.oracle import plain_ids
 from tests.server.running import MODEL, Running
 
 BAKERY, FERRY, HARBOUR = (TEXTS[name].strip() for name in ("bakery", "ferry", "harbour"))
@@ -25,11 +26,6 @@ SCHEMA = {
     "required": ["city", "nights"],
     "additionalProperties": False,
 }
-
-
-def plain_ids(text: str) -> list[int]:
-    """Token ids, by the tokenizer alone."""
-    return tokenizer()(text, add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
 
 
 def expected(gateway: Running, messages: list[dict[str, str]], chunks: list[str], **sampling: Any) -> Completion:

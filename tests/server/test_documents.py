@@ -18,14 +18,10 @@ from epic_rag import EpicRAG
 from epic_rag.documents import Document, read_document
 from epic_rag.errors import MissingDependencyError
 from tests.rag.stack import TEXTS, BagOfWords, model, tokenizer
+from tests.server.oracle import plain_ids
 from tests.server.running import Running, running
 
 DOCUMENTS = [{"id": f"town/{name}", "text": text, "title": name.title()} for name, text in TEXTS.items()]
-
-
-def plain_ids(text: str) -> list[int]:
-    """Token ids, by the tokenizer alone."""
-    return tokenizer()(text, add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
 
 
 def events(text: str) -> list[Any]:
