@@ -10,6 +10,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 from epic_engine.errors import ConfigError
+from epic_engine.workers import give_workers_back
 
 from epic_rag.errors import MissingDependencyError
 
@@ -116,6 +117,7 @@ class SentenceTransformerEmbedder:
             )
             if self._progress is not None:
                 self._progress(start + len(batch), len(order))
+        give_workers_back()
         return result
 
     def _loaded(self) -> Any:

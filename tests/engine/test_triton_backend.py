@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.engine import test_attention as linked_prompts
+from tests.engine import test_selective as policies
 from tests.engine import test_serving_schedules as schedules
 from tests.engine.conftest import use_triton
 from tests.engine.models import tiny
@@ -87,6 +88,12 @@ def test_a_mixed_prompt(engines: dict[tuple[str, int], Engine], kind: str) -> No
     engine = engines[kind, 2048]
     assert engine.backend.name == "triton"
     check(engine, kind, MIXED, [11, 12, 13])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_question_attends_to(kind: str) -> None:
+    """The kernels' log-sum-exps give the shares."""
+    policies.test_question_attention_is_hugging_faces(kind)
 
 
 def test_turned_keys_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,6 +186,10 @@ class Plan(ABC):
         """Attention of one layer; see :class:`~epic_engine.model.decoder.AttentionStep`."""
 
     @abstractmethod
+    def log_sum_exp(self) -> Tensor:
+        """Of every row's scores in the layer that was attended last, ``(heads, rows)`` in at least float32."""
+
+    @abstractmethod
     def commit(self) -> None:
         """Count the rows' keys as part of their sequences, once all layers have run."""
 

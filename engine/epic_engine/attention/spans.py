@@ -1,17 +1,17 @@
-"""Shared KV laid out for one sequence: the way to read it when many rows do.
+"""All that a sequence reads, laid out in the order of its positions: the way to read shared KV when many rows do.
 
 Moving the query costs one rotation and one merge per (row, run), which is cheap while rows are few and runs are long.
 When a link recomputes many rows over many short chunks it is the other way round. Then the runs' keys are turned to
-the sequence's own positions and laid out behind each other, once per layer in scratch memory, and rows read long
-stretches of them. A row sees a beginning of the span, later rows see more of it; this staircase is cut into dense
-rectangles by halving, so that a row merges about log2(runs) pieces instead of one per run.
+the sequence's own positions and laid out with the rows' own keys, once per layer in scratch memory. A row sees a
+beginning of the span: rows that follow each other closely read it together, as far as the last of them sees, with a
+mask; those without a gap between them read what lies before them densely, and each other causally.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -19,25 +19,52 @@ from torch import Tensor
 
 from epic_engine.model.decoder import Decoder
 
-from .base import SequenceRows
+from .base import Run, SequenceRows
 
-__all__ = ["Rectangle", "Span", "staircase", "worth_a_span"]
+__all__ = ["Reading", "Span", "readings", "worth_a_span"]
 
 # Costs on a CPU per element of a head: rotating and merging a moved query; copying and turning a key and a value.
 _QUERY_COST = 2.5
 _KEY_COST = 2.0
 # Keys turned at a time; more would leave the second-level cache.
 _KEYS_PER_BLOCK = 1024
+# What a call of the attention kernel costs, in pairs of a row and a key that are computed and hidden by the mask.
+_CALL_COST = 8192
 
 
 @dataclass(frozen=True)
-class Rectangle:
-    """Rows ``[first, last)`` of a pass read the keys ``[start, stop)`` of a span, all of them."""
+class Reading:
+    """Rows of a sequence that read its span in one go.
+
+    Attributes
+    ----------
+    first, last
+        The rows ``[first, last)`` of the sequence.
+    stop
+        Keys of the span that the last of them sees, its own included.
+    causal
+        Whether their keys follow each other without a gap, so that no mask is needed.
+    """
 
     first: int
     last: int
+    stop: int
+    causal: bool
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Slots ``[start, stop)`` of a body go to a place in the span, turned by a distance."""
+
+    kv: Tensor
     start: int
     stop: int
+    place: int
+    distance: int
+
+    @property
+    def width(self) -> int:
+        return self.stop - self.start
 
 
 class _Shapes(Protocol):
@@ -55,43 +82,46 @@ def worth_a_span(rows: SequenceRows, shapes: _Shapes) -> bool:
     return pairs * shapes.num_heads * _QUERY_COST > keys * shapes.num_kv_heads * _KEY_COST
 
 
-def staircase(readers: Sequence[int], widths: Sequence[int], last: int) -> list[Rectangle]:
-    """Cut "rows from ``readers[j]`` on read run j" into dense rectangles.
+def readings(places: Sequence[int], *, masks: bool) -> list[Reading]:
+    """Cut rows into groups that read a span together.
 
     Parameters
     ----------
-    readers
-        First row that reads each run, ascending.
-    widths
-        Keys of each run.
-    last
-        Row behind the last one.
+    places
+        Where in the span each row's own key lies, ascending.
+    masks
+        Whether rows with gaps between them may share a reading.
     """
-    edges = [0]
-    for width in widths:
-        edges.append(edges[-1] + width)
-    found: list[Rectangle] = []
-
-    def cut(low: int, high: int, end: int) -> None:
-        while high > low and readers[high - 1] >= end:
-            high -= 1
-        if low == high:
-            return
-        middle = (low + high + 1) // 2
-        # Rows from here on read all of the first half, so it is one rectangle for them.
-        begin = readers[middle - 1]
-        found.append(Rectangle(begin, end, edges[low], edges[middle]))
-        cut(low, middle - 1, begin)
-        cut(middle, high, end)
-
-    cut(0, len(widths), last)
+    stretches: list[list[int]] = []
+    for row, place in enumerate(places):
+        if row and place == places[row - 1] + 1:
+            stretches[-1][1] = row + 1
+        else:
+            stretches.append([row, row + 1])
+    found: list[Reading] = []
+    hidden = 0  # pairs that the mask of the last reading hides
+    for first, last in stretches:
+        stop, count = places[last - 1] + 1, last - first
+        own = count * (count - 1) // 2
+        if not masks or own > _CALL_COST:
+            found.append(Reading(first, last, stop, True))
+            continue
+        if found and not found[-1].causal:
+            before = found[-1]
+            more = (before.last - before.first) * (stop - before.stop) + own
+            if hidden + more <= _CALL_COST:
+                found[-1] = Reading(before.first, last, stop, False)
+                hidden += more
+                continue
+        found.append(Reading(first, last, stop, False))
+        hidden = own
     return found
 
 
 class Span:
-    """The runs of one sequence in a forward pass, behind each other at the sequence's own positions.
+    """The runs and the rows of one sequence in a forward pass, behind each other at the sequence's own positions.
 
-    Runs with a bias are left out: their log-sum-exp must stay apart.
+    Runs with a bias are left out: their log-sum-exp must stay apart. So is what the sequence held before.
 
     Parameters
     ----------
@@ -99,27 +129,59 @@ class Span:
         For shapes and rotary tables.
     rows
         The sequence.
-    first
-        Its first row in the pass.
+    masks
+        Whether the attention kernel takes masks.
     """
 
-    def __init__(self, decoder: Decoder, rows: SequenceRows, first: int) -> None:
+    def __init__(self, decoder: Decoder, rows: SequenceRows, *, masks: bool = True) -> None:
         self._decoder = decoder
-        runs = sorted((run for run in rows.runs if not run.bias), key=lambda run: run.after)
-        readers = [first + bisect_left(rows.positions, run.after) for run in runs]
-        last = first + len(rows.positions)
-        self._runs = [run for run, reader in zip(runs, readers, strict=True) if reader < last]
-        widths = [run.stop - run.start for run in self._runs]
-        self.rectangles = staircase(readers[: len(widths)], widths, last)
-        self._offsets = [run.offset - rows.private.base for run in self._runs]
         spec, device = decoder.spec, decoder.device
-        self._blocks = _blocks(widths)
-        shape = (2, spec.num_kv_heads, sum(widths), spec.head_dim)
-        self._laid = torch.empty(shape, dtype=spec.dtype, device=device)
+        self._copies: list[_Copy] = []
+        places: list[int] = []
+        width = 0
+        for run in sorted((run for run in rows.runs if not run.bias), key=lambda run: run.after):
+            if run.after > rows.positions[-1]:
+                break
+            rows_before = bisect_left(rows.positions, run.after) - len(places)
+            places.extend(range(width, width + rows_before))
+            width += rows_before
+            self._copy(run, width, run.offset - rows.private.base)
+            width += run.stop - run.start
+        places.extend(range(width, width + len(rows.positions) - len(places)))
+        self._places = torch.tensor(places, dtype=torch.int64, device=device)
+        self.readings = readings(places, masks=masks)
+        self._masks = [None if r.causal else self._mask(r) for r in self.readings]
+        self._blocks = _blocks([copy.width for copy in self._copies])
+        self._laid = torch.empty((2, spec.num_kv_heads, places[-1] + 1, spec.head_dim), dtype=spec.dtype, device=device)
         wide = torch.float64 if spec.dtype == torch.float64 else torch.float32
-        widest = max((sum(widths[a:b]) for a, b in self._blocks), default=0)
+        widest = max((sum(copy.width for copy in self._copies[a:b]) for a, b in self._blocks), default=0)
         self._turning = torch.empty((spec.num_kv_heads, widest, spec.head_dim), dtype=wide, device=device)
         self._factors: dict[int, Tensor] = {}
+
+    def _copy(self, run: Run, place: int, distance: int) -> None:
+        """Have a run copied to a place. What lies between runs of a body is copied with them if rows replace it."""
+        last = self._copies[-1] if self._copies else None
+        if (
+            last is not None
+            and last.kv.data_ptr() == run.kv.data_ptr()
+            and last.distance == distance
+            and place - last.place == run.start - last.start
+        ):
+            self._copies[-1] = replace(last, stop=run.stop)
+        else:
+            self._copies.append(_Copy(run.kv, run.start, run.stop, place, distance))
+
+    def _mask(self, reading: Reading) -> Tensor:
+        """``(rows * group, keys)``: 0 where a row sees a key, minus infinity where it does not."""
+        spec = self._decoder.spec
+        places = self._places[reading.first : reading.last, None]
+        hidden = torch.arange(reading.stop, device=places.device) > places
+        mask = torch.zeros(hidden.shape, dtype=spec.dtype, device=places.device).masked_fill_(hidden, -torch.inf)
+        return mask.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=0)
+
+    def reads(self) -> list[tuple[Reading, Tensor | None]]:
+        """The readings, each with its mask."""
+        return list(zip(self.readings, self._masks, strict=True))
 
     def _turns(self, layer: int) -> Tensor | None:
         """Per key the factor that turns it from its chunk's place to the sequence's; None if nothing turns."""
@@ -128,34 +190,47 @@ class Span:
             return None
         if id(table) not in self._factors:
             device = self._decoder.device
-            distance = torch.tensor(self._offsets, dtype=torch.int64, device=device)
+            distance = torch.tensor([c.distance for c in self._copies], dtype=torch.int64, device=device)
             unit = table.rows(distance.abs())
             unit = unit / unit.abs()  # the scale of YaRN is in the stored key already
             unit = torch.where(distance[:, None] < 0, unit.conj(), unit)
-            widths = torch.tensor([run.stop - run.start for run in self._runs], device=device)
-            self._factors[id(table)] = unit.repeat_interleave(widths, dim=0)
+            self._factors[id(table)] = unit.repeat_interleave(
+                torch.tensor([c.width for c in self._copies], device=device), dim=0
+            )
         return self._factors[id(table)]
 
-    def lay_out(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the span for one layer, ``(kv_heads, keys, head_dim)``; valid until the next call."""
+    def lay_out(self, layer: int, own_keys: Tensor, own_values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the span for one layer, ``(kv_heads, keys, head_dim)``; valid until the next call.
+
+        Parameters
+        ----------
+        layer
+            Decoder layer.
+        own_keys, own_values
+            The rows', ``(kv_heads, rows, head_dim)``; keys at the sequence's own positions.
+        """
         keys, values = self._laid[0], self._laid[1]
         turns = self._turns(layer)
-        at = 0
+        done = 0
         for low, high in self._blocks:
-            begin = at
-            for run in self._runs[low:high]:
-                stop = at + run.stop - run.start
-                source = run.kv[layer, 0, :, run.start : run.stop]
+            copies, begin = self._copies[low:high], done
+            for copy in copies:
+                source = copy.kv[layer, 0, :, copy.start : copy.stop]
                 if turns is None:
-                    keys[:, at:stop] = source
+                    keys[:, copy.place : copy.place + copy.width] = source
                 else:
-                    self._turning[:, at - begin : stop - begin] = source
-                values[:, at:stop] = run.kv[layer, 1, :, run.start : run.stop]
-                at = stop
+                    self._turning[:, done - begin : done - begin + copy.width] = source
+                values[:, copy.place : copy.place + copy.width] = copy.kv[layer, 1, :, copy.start : copy.stop]
+                done += copy.width
             if turns is not None:
-                block = self._turning[:, : at - begin]
-                torch.view_as_complex(block.unflatten(-1, (-1, 2))).mul_(turns[begin:at])
-                keys[:, begin:at] = block
+                block = self._turning[:, : done - begin]
+                torch.view_as_complex(block.unflatten(-1, (-1, 2))).mul_(turns[begin:done])
+                at = 0
+                for copy in copies:
+                    keys[:, copy.place : copy.place + copy.width] = block[:, at : at + copy.width]
+                    at += copy.width
+        keys.index_copy_(1, self._places, own_keys.to(keys.dtype))
+        values.index_copy_(1, self._places, own_values.to(values.dtype))
         return keys, values
 
 

@@ -164,8 +164,8 @@ class TorchPlan(Plan):
         self._dense = dense
         self._wide = torch.float64 if decoder.dtype == torch.float64 else torch.float32
         device = decoder.device
-        self._sequences: list[_Sequence] = []
         self._masks = dense is not dense_cuda  # its kernel takes none
+        self._sequences: list[_Sequence] = []
         self._waits: dict[int, Callable[[int], None]] = {}
         local: list[int] = []
         readers: dict[tuple[int, int, int, float], list[tuple[Run, int, list[int]]]] = {}
@@ -179,7 +179,7 @@ class TorchPlan(Plan):
             local.extend(p - private.base for p in item.positions)
             span = None
             if len(item.positions) > 1 and worth_a_span(item, decoder.spec):
-                span = Span(decoder, item, first)
+                span = Span(decoder, item, masks=self._masks)
             self._sequences.append(_Sequence(first, len(local), private, span))
             # What a sequence held before this pass lies before all its rows: a run like any other.
             own = [Run(kv, start, stop, private.base, 0) for kv, start, stop in private.pieces()]
@@ -198,6 +198,7 @@ class TorchPlan(Plan):
         self._local = torch.tensor(local, dtype=torch.int64, device=device)
         self._blocks = [self._block(b, device) for b in _split(list(readers.values()))]
         self._factors: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self._lse = torch.empty(0)
 
     def _block(self, groups: list[list[tuple[Run, int, list[int]]]], device: torch.device) -> _Block:
         rows: list[int] = []
@@ -251,7 +252,7 @@ class TorchPlan(Plan):
         for seq in self._sequences:
             mine = slice(seq.first, seq.last)
             seq.private.write(layer, key[:, mine], values[:, mine])
-            if seq.last - seq.first > 1:
+            if seq.last - seq.first > 1 and seq.span is None:
                 total[mine], lse[mine] = self._causal(own_query[:, mine], key[:, mine], values[:, mine], scaling)
         if self._alone.numel():
             self._see_themselves(total, lse, own_query, key, values, scaling)
@@ -259,13 +260,16 @@ class TorchPlan(Plan):
             wait(layer)
         for seq in self._sequences:
             if seq.span is not None:
-                self._read_span(total, lse, own_query, seq.span, layer, scaling)
+                mine = slice(seq.first, seq.last)
+                spanned = seq.span.lay_out(layer, key[:, mine], values[:, mine])
+                self._read(total[mine], lse[mine], own_query[:, mine], seq.span, spanned, scaling)
         for index, block in enumerate(self._blocks):
             pairs = torch.index_select(query, 1, block.rows, out=block.scratch("pairs", query, 1))
             if turns is not None:
                 pairs *= turns[1][index]
             rotated = block.scratch("rotated", own_query, 1).copy_(torch.view_as_real(pairs).flatten(-2))
             lse = self._merge(total, lse, block, rotated, layer, scaling)
+        self._lse = lse
         result = torch.empty((1, self._rows, heads, dim), dtype=q.dtype, device=q.device)
         result.view(self._rows, kv_heads, group, dim).copy_(total.transpose(1, 2))
         return result
@@ -305,18 +309,28 @@ class TorchPlan(Plan):
         out, lse = self._dense(q.flatten(1, 2)[None], keys[None], values[None], scaling, False, mask)
         return out[0].unflatten(0, (rows, group)), lse[0].unflatten(0, (rows, group))
 
-    def _read_span(self, total: Tensor, lse: Tensor, q: Tensor, span: Span, layer: int, scaling: float) -> None:
-        """Add a sequence's laid-out runs to ``total`` and ``lse`` in place."""
-        keys, values = span.lay_out(layer)
-        for r in span.rectangles:
-            out, weight = self._folded(
-                q[:, r.first : r.last], keys[:, r.start : r.stop], values[:, r.start : r.stop], scaling
-            )
-            held = lse[r.first : r.last]
-            both = torch.logaddexp(held, weight.to(self._wide))
-            share = torch.exp(weight - both)[..., None]
-            total[r.first : r.last].lerp_(out.to(self._wide), share)
-            held.copy_(both)
+    def _read(
+        self, total: Tensor, lse: Tensor, q: Tensor, span: Span, laid: tuple[Tensor, Tensor], scaling: float
+    ) -> None:
+        """What a sequence's rows gather from its span, and the log-sum-exp of that."""
+        keys, values = laid
+        for reading, mask in span.reads():
+            mine = slice(reading.first, reading.last)
+            rows = q[:, mine]
+            if not reading.causal:
+                total[mine], lse[mine] = self._folded(
+                    rows, keys[:, : reading.stop], values[:, : reading.stop], scaling, mask
+                )
+                continue
+            begin = reading.stop - (reading.last - reading.first)
+            own = slice(begin, reading.stop)
+            total[mine], lse[mine] = self._causal(rows, keys[:, own], values[:, own], scaling)
+            if begin:
+                out, weight = self._folded(rows, keys[:, :begin], values[:, :begin], scaling)
+                held = lse[mine]
+                both = torch.logaddexp(held, weight.to(self._wide))
+                total[mine].lerp_(out.to(self._wide), torch.exp(weight - both)[..., None])
+                held.copy_(both)
 
     def _merge(self, total: Tensor, lse: Tensor, block: _Block, q: Tensor, layer: int, scaling: float) -> Tensor:
         """Add one block's pieces to ``total`` in place; returns the new log-sum-exp."""
@@ -344,6 +358,10 @@ class TorchPlan(Plan):
                 total[begin:end].addcmul_(part, shares[index + 1, begin:end, ..., None])
                 at += end - begin
         return top + mass.log_()
+
+    def log_sum_exp(self) -> Tensor:
+        """Of every row's scores in the layer that was attended last, ``(heads, rows)``."""
+        return self._lse.permute(2, 1, 0).flatten(0, 1)
 
     def commit(self) -> None:
         """Count the rows' keys as part of their sequences."""

@@ -143,6 +143,17 @@ class TritonStep:
         merge_partials(self._out, self._lse, tables, result[0])
         return result
 
+    def log_sum_exp(self) -> Tensor:
+        """Of every row's scores in the layer that was attended last, ``(heads, rows)`` float32."""
+        rows, starts = self._tables.rows, self._tables.row_starts
+        counts = starts[1 : rows + 1] - starts[:rows]
+        owners = torch.repeat_interleave(torch.arange(rows, device=counts.device), counts)
+        parts = self._lse[self._tables.row_partials[: owners.numel()].long()]
+        found = torch.full((rows, parts.shape[1]), -torch.inf, device=parts.device)
+        top = found.scatter_reduce(0, owners[:, None].expand_as(parts), parts, "amax")
+        mass = torch.zeros_like(top).index_add_(0, owners, torch.exp(parts - top[owners]))
+        return (top + mass.log()).T
+
 
 class TritonPlan(Plan):
     """One forward pass; made by :class:`TritonBackend`.
@@ -166,6 +177,10 @@ class TritonPlan(Plan):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, options: dict[str, Any]) -> Tensor:
         """Attention of one layer; see :class:`~epic_engine.model.decoder.AttentionStep`."""
         return self._step.attend(layer, q, k, v, scaling, options, self._waits)
+
+    def log_sum_exp(self) -> Tensor:
+        """Of every row's scores in the layer that was attended last, ``(heads, rows)`` float32."""
+        return self._step.log_sum_exp()
 
     def commit(self) -> None:
         """Count the rows' keys as part of their sequences."""

@@ -78,7 +78,7 @@ class Probe:
             positions = plan.rows[at : at + self._rows_per_step]
             inner = self._backend.plan([SequenceRows(positions, private, plan.runs)])
             voting = min(len(positions), at + len(positions) - (len(plan.rows) - voters))
-            step = _Scoring(self._decoder, inner, layout, positions, private, chosen, scores, voting)
+            step = _Scoring(self._decoder, inner, layout, positions, chosen, scores, voting)
             with contextlib.suppress(_EnoughError):
                 self._run(plan.row_ids[at : at + self._rows_per_step], positions, step)
             inner.commit()
@@ -162,20 +162,19 @@ class _Scoring:
         inner: Plan,
         layout: Layout,
         positions: Sequence[int],
-        private: PrivateKV,
         layers: range,
         scores: dict[int, Tensor],
         voters: int,
     ) -> None:
         self._decoder = decoder
         self._inner = inner
-        self._layout = layout
-        self._private = private
+        self._segments = [(layout.segments[index], mine) for index, mine in scores.items()]
         self._layers = layers
-        self._scores = scores
         self._voters = voters
-        self._positions = torch.tensor(positions[len(positions) - max(voters, 0) :], device=decoder.device)
-        self._held = private.length + len(positions)
+        places = torch.tensor(positions[len(positions) - max(voters, 0) :], dtype=torch.int64, device=decoder.device)
+        self._places = places
+        offsets = [s.start - s.body.rotation_base for s, _ in self._segments if s.body is not None]
+        self._distances = places - torch.tensor(offsets, dtype=torch.int64, device=decoder.device)[:, None]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, options: dict[str, Any]) -> Tensor:
         """As :class:`~epic_engine.model.decoder.AttentionStep`."""
@@ -187,31 +186,18 @@ class _Scoring:
         return out
 
     def _vote(self, layer: int, q: Tensor, scaling: float) -> None:
-        """Softmax of the voters over everything they see; its largest values become the linked slots' scores."""
+        """The voters' largest shares of the softmax over everything they see become the linked slots' scores."""
         kv_heads = self._decoder.spec.num_kv_heads
-        pieces: list[Tensor] = []
-        owners: list[tuple[int, int]] = []
-        for index, segment in enumerate(self._layout.segments):
-            if segment.body is None:
-                continue
-            offset = segment.start - segment.body.rotation_base
-            logits = self._logits(layer, q, self._positions - offset, segment.body.kv[layer, 0], scaling, kv_heads)
-            places = torch.arange(segment.start, segment.stop, device=q.device)
-            pieces.append(logits.masked_fill(places > self._positions[:, None], -torch.inf))
-            owners.append((index, len(segment.token_ids)))
-        own = self._private.kv[layer, 0, :, : self._held]
-        logits = self._logits(layer, q, self._positions - self._private.base, own, scaling, kv_heads)
-        rows = torch.arange(self._held - self._voters, self._held, device=q.device)
-        pieces.append(logits.masked_fill(torch.arange(self._held, device=q.device) > rows[:, None], -torch.inf))
-        most = torch.softmax(torch.cat(pieces, dim=-1), dim=-1).amax(dim=(0, 1, 2))
-        at = 0
-        for index, width in owners:
-            if index in self._scores:
-                mine = self._scores[index][layer - self._layers.start]
-                torch.maximum(mine, most[at : at + width], out=mine)
-            at += width
-
-    def _logits(self, layer: int, q: Tensor, distances: Tensor, keys: Tensor, scaling: float, kv_heads: int) -> Tensor:
-        """``(kv_heads, group, voters, keys)`` float32."""
-        query = _turned(self._decoder, layer, q, distances).unflatten(0, (kv_heads, -1))
-        return (torch.matmul(query, keys[:, None].transpose(-1, -2)) * scaling).float()
+        lse = self._inner.log_sum_exp()[:, -self._voters :]
+        q = q.to(lse.dtype) * scaling
+        sums = lse.unflatten(0, (kv_heads, -1)).flatten(1, 2)[..., None]
+        for (segment, scores), distances in zip(self._segments, self._distances, strict=True):
+            assert segment.body is not None
+            query = _turned(self._decoder, layer, q, distances).unflatten(0, (kv_heads, -1)).flatten(1, 2)
+            logits = torch.matmul(query, segment.body.kv[layer, 0].transpose(-1, -2)).to(sums.dtype)
+            if self._places[0] < segment.stop:
+                unseen = torch.arange(segment.start, segment.stop, device=q.device) > self._places[:, None]
+                logits.unflatten(1, (-1, self._voters)).masked_fill_(unseen, -torch.inf)
+            most = logits.sub_(sums).amax(dim=(0, 1)).exp_()
+            mine = scores[layer - self._layers.start]
+            torch.maximum(mine, most, out=mine)

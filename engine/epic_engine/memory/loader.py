@@ -15,6 +15,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+from epic_engine.workers import do_without_workers
+
 __all__ = ["Job", "Loader"]
 
 
@@ -45,7 +47,7 @@ class Loader:
     """
 
     def __init__(self, threads: int) -> None:
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="epic-loader")
+        self._executor = ThreadPoolExecutor(threads, "epic-loader", do_without_workers)
         self._threads = threads
         self._lock = threading.Lock()
         self._queue: list[tuple[float, int, Job]] = []  # group, turn

@@ -22,6 +22,7 @@ from epic_engine.errors import EngineClosedError
 from epic_engine.linking.linker import Linker
 from epic_engine.metrics import Metrics
 from epic_engine.model.decoder import AttentionStep, Decoder
+from epic_engine.workers import do_without_workers, give_workers_back
 
 from .decode_graphs import DecodeGraphs
 from .jobs import LinkJob
@@ -120,7 +121,7 @@ class StepLoop:
         self._closing = False
         self._idle = True
         self._thread: threading.Thread | None = None
-        self._preparers = ThreadPoolExecutor(_PREPARERS, "epic-link")
+        self._preparers = ThreadPoolExecutor(_PREPARERS, "epic-link", do_without_workers)
         self._nested = False
         self._served_seconds = 0.0
         self._served_at = 0.0
@@ -145,6 +146,7 @@ class StepLoop:
             If the loop has ended.
         """
         self._post(lambda: self._scheduler.add(job))
+        give_workers_back()
 
     def notice(self) -> None:
         """Look at the queues soon: somebody has left."""
@@ -170,6 +172,7 @@ class StepLoop:
             self._idle = False
             self._start()
             self._changed.notify_all()
+        give_workers_back()
         result: Result = call.future.result()
         return result
 
@@ -272,6 +275,7 @@ class StepLoop:
                 if self._scheduler.idle:
                     self._idle = True
                     self._changed.notify_all()
+                    give_workers_back()
                     self._changed.wait()
                 else:
                     self._changed.wait(_POLL_SECONDS)
