@@ -16,7 +16,7 @@ from tests.engine.models import YARN, build, tiny
 @given(
     gaps=st.lists(st.sampled_from([0, 0, 0, 1, 3, 90, 4000]), min_size=1, max_size=150),
     masks=st.booleans(),
-    hidden=st.sampled_from([0, 10, 8192]),
+    hidden=st.sampled_from([0, 10, 16384]),
 )
 def test_readings_cover_the_rows_in_order(gaps: list[int], masks: bool, hidden: int) -> None:
     places = np.cumsum([gap + 1 for gap in gaps]).tolist()
@@ -36,7 +36,7 @@ def test_readings_cover_the_rows_in_order(gaps: list[int], masks: bool, hidden: 
 
 def test_rows_that_lie_closely_read_together() -> None:
     scattered = [100 * window + slot for window in range(30) for slot in range(12)]
-    found = spans.readings([*scattered, *range(4000, 4200)], masks=True)
+    found = spans.readings([*scattered, *range(4000, 4300)], masks=True)
     assert 3 <= len(found) <= 12
     assert [r.causal for r in found] == [False] * (len(found) - 1) + [True]  # the question, in one stretch
     assert len(spans.readings(scattered, masks=False)) == 30
@@ -57,7 +57,7 @@ def test_span_equals_moved_queries(data: st.DataObject) -> None:
             patch = pytest.MonkeyPatch()
             patch.setattr(spans, "_QUERY_COST", cost)
             patch.setattr(spans, "_KEYS_PER_BLOCK", data.draw(st.sampled_from([4, 1024])))
-            patch.setattr(spans, "_CALL_COST", data.draw(st.sampled_from([0, 10, 8192])))
+            patch.setattr(spans, "_CALL_COST", data.draw(st.sampled_from([0, 10, 16384])))
             results.append(engine.score(prompt, [3, 4, 5], policy=policy))
             patch.undo()
     assert (results[0] - results[1]).abs().max() < 1e-4

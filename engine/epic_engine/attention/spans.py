@@ -29,7 +29,7 @@ _KEY_COST = 2.0
 # Keys turned at a time; more would leave the second-level cache.
 _KEYS_PER_BLOCK = 1024
 # What a call of the attention kernel costs, in pairs of a row and a key that are computed and hidden by the mask.
-_CALL_COST = 8192
+_CALL_COST = 16384
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ Both run a cheap first pass (:class:`LinkProbe`) and recompute the slots that it
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import ClassVar
 
 import torch
@@ -34,14 +36,15 @@ def _ratio(name: str, argument: str) -> float:
 
 def top_slots(scores: Mapping[int, Tensor], budget: int) -> dict[int, list[int]]:
     """The ``budget`` highest-scoring slots over all segments; ties go to the earlier slot."""
-    owners = [(index, slot) for index in sorted(scores) for slot in range(scores[index].numel())]
-    if not owners:
+    indices = sorted(scores)
+    if not indices:
         return {}
-    flat = torch.cat([scores[index].float() for index in sorted(scores)])
+    begins = list(accumulate((scores[index].numel() for index in indices), initial=0))
+    flat = torch.cat([scores[index].float() for index in indices])
     chosen: dict[int, list[int]] = {}
     for place in torch.sort(flat, descending=True, stable=True).indices[:budget].tolist():
-        index, slot = owners[place]
-        chosen.setdefault(index, []).append(slot)
+        owner = bisect_right(begins, place) - 1
+        chosen.setdefault(indices[owner], []).append(place - begins[owner])
     return {index: sorted(slots) for index, slots in chosen.items()}
 
 
@@ -70,17 +73,18 @@ def top_windows(scores: Mapping[int, Tensor], budget: int, window: int, floor: f
     """
     total = sum(s.numel() for s in scores.values())
     weighed = {i: s.double() / s.double().sum().clamp_min(1e-30) ** _EVENNESS for i, s in scores.items() if s.numel()}
-    taken = {index: [False] * s.numel() for index, s in weighed.items()}
+    taken = {index: bytearray(s.numel()) for index, s in weighed.items()}
     left = budget
 
     def take(index: int, start: int, stop: int, at_least: int) -> int:
         nonlocal left
-        free = [slot for slot in range(start, stop) if not taken[index][slot]]
-        if len(free) < at_least:
+        flags = taken[index]
+        count = stop - start - flags.count(1, start, stop)
+        if count < at_least:
             return 0
-        free = free[:left]
+        free = [slot for slot in range(start, stop) if not flags[slot]][:left]
         for slot in free:
-            taken[index][slot] = True
+            flags[slot] = 1
         left -= len(free)
         return len(free)
 
@@ -94,19 +98,22 @@ def top_windows(scores: Mapping[int, Tensor], budget: int, window: int, floor: f
             if sure < width:
                 break
             sure -= take(index, start, start + width, -(-width // 2))
-    owners = [(index, start) for sums, index in ranked for start in range(sums.numel())]
+    begins = list(accumulate((sums.numel() for sums, _ in ranked), initial=0))
     for place in _best_first(torch.cat([sums for sums, _ in ranked]) if ranked else torch.empty(0)):
         if left <= 0:
             break
-        index, start = owners[place]
+        owner = bisect_right(begins, place) - 1
+        index, start = ranked[owner][1], place - begins[owner]
         width = min(window, weighed[index].numel())
         take(index, start, start + width, -(-width // 2))
     if left > 0:
-        rest = {i: s.masked_fill(torch.tensor(taken[i]), -1.0) for i, s in weighed.items()}
-        free = sum(flags.count(False) for flags in taken.values())
+        rest = {
+            i: s.masked_fill(torch.frombuffer(taken[i], dtype=torch.uint8).bool(), -1.0) for i, s in weighed.items()
+        }
+        free = sum(flags.count(0) for flags in taken.values())
         for index, slots in top_slots(rest, min(left, free)).items():
             for slot in slots:
-                taken[index][slot] = True
+                taken[index][slot] = 1
     chosen = {index: [slot for slot, flag in enumerate(flags) if flag] for index, flags in taken.items()}
     return {index: slots for index, slots in chosen.items() if slots}
 

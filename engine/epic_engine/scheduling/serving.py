@@ -87,7 +87,7 @@ class Serving:
             cost,
             self.metrics,
             step_seconds=config.step_seconds,
-            background_seconds=spec.num_layers * config.step_seconds / 2,
+            background_seconds=spec.num_layers * config.step_seconds / 4,
             rows_per_step=config.rows_per_step,
             max_running=config.max_running,
         )
