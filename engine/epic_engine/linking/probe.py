@@ -15,12 +15,14 @@ from epic_engine.attention.base import AttentionBackend, Plan, PrivateKV, Sequen
 from epic_engine.errors import ConfigError
 from epic_engine.model.decoder import AttentionStep, Decoder
 
-from .layout import Layout, LinkPlan
+from .layout import Layout, LinkPlan, Segment
 
 __all__ = ["Probe"]
 
 # Rows of the question that vote; a longer question says the same by its end.
 _VOTERS = 64
+# Slots that are voted on in one go: more would leave the second-level cache.
+_SLOTS_AT_ONCE = 1024
 
 
 class _EnoughError(Exception):
@@ -64,13 +66,10 @@ class Probe:
         private = PrivateKV(self._decoder.spec, len(plan.rows), self._decoder.device)
         depth = self._decoder.spec.num_layers
         chosen = range(math.floor(layers[0] * depth), max(math.ceil(layers[1] * depth), 1))
-        scores = {
-            i: torch.zeros(len(chosen), len(s.token_ids), dtype=torch.float32, device=self._decoder.device)
-            for i, s in enumerate(layout.segments)
-            if s.body is not None and not s.exact
-        }
-        if not scores:
+        stale = [i for i, s in enumerate(layout.segments) if s.body is not None and not s.exact]
+        if not stale:
             return {}
+        votes = _Votes(self._decoder, [layout.segments[i] for i in stale], chosen)
         behind = max(s.stop for s in layout.linked)
         # A prompt that ends with a chunk is asked by its last token.
         voters = min(max(sum(p >= behind for p in plan.rows), 1), _VOTERS)
@@ -78,12 +77,12 @@ class Probe:
             positions = plan.rows[at : at + self._rows_per_step]
             inner = self._backend.plan([SequenceRows(positions, private, plan.runs)])
             voting = min(len(positions), at + len(positions) - (len(plan.rows) - voters))
-            step = _Scoring(self._decoder, inner, layout, positions, chosen, scores, voting)
+            step = _Scoring(inner, votes, positions[len(positions) - max(voting, 0) :])
             with contextlib.suppress(_EnoughError):
                 self._run(plan.row_ids[at : at + self._rows_per_step], positions, step)
             inner.commit()
         self.rows += math.ceil(len(plan.rows) * chosen.stop / depth)
-        return {i: s.sum(dim=0).cpu() for i, s in scores.items()}
+        return dict(zip(stale, votes.counted(), strict=True))
 
     def second_layer_deviation(self, layout: Layout) -> dict[int, Tensor]:
         """Squared deviation of stored KV in the second layer."""
@@ -128,12 +127,14 @@ class Probe:
 
 
 def _turned(decoder: Decoder, layer: int, x: Tensor, positions: Tensor) -> Tensor:
-    """Rotate ``(heads, rows, dim)`` in the model's order to the given positions; canonical order, model's dtype."""
+    """Rotate ``(heads, rows, dim)`` in the model's order to places ``(..., rows)``; canonical order, model's dtype."""
     wide = torch.float64 if decoder.dtype == torch.float64 else torch.float32
     pairs = torch.view_as_complex(decoder.as_pairs(x).to(wide).contiguous())
     table = decoder.tables[layer]
-    if table is not None:
-        pairs = pairs * table.rows(positions)
+    if table is None:
+        pairs = pairs.expand(torch.broadcast_shapes(pairs.shape, (*positions.shape, 1)))
+    else:
+        pairs = pairs * table.rows(positions.flatten()).unflatten(0, positions.shape)
     return torch.view_as_real(pairs).flatten(-2).to(decoder.dtype)
 
 
@@ -153,51 +154,74 @@ class _SecondLayer:
         raise _EnoughError
 
 
-class _Scoring:
-    """Attention as planned; keeps, per layer, the most that a head of the last ``voters`` rows pays to a slot."""
+class _Votes:
+    """The most that a head of any voter pays to each slot of some segments, layer by layer."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        inner: Plan,
-        layout: Layout,
-        positions: Sequence[int],
-        layers: range,
-        scores: dict[int, Tensor],
-        voters: int,
-    ) -> None:
+    def __init__(self, decoder: Decoder, segments: Sequence[Segment], layers: range) -> None:
+        self.layers = layers
+        self.depth = decoder.spec.num_layers
         self._decoder = decoder
+        self._bodies = [s.body for s in segments if s.body is not None]
+        self._widths = [len(s.token_ids) for s in segments]
+        offsets = [s.start - body.rotation_base for s, body in zip(segments, self._bodies, strict=True)]
+        self._offsets = torch.tensor(offsets, dtype=torch.int64, device=decoder.device)
+        shape = (len(layers), sum(self._widths))
+        self._most = torch.zeros(shape, dtype=torch.float32, device=decoder.device)
+
+    def counted(self) -> list[Tensor]:
+        """Sums over the layers, ``(slots,)`` for each segment."""
+        return list(self._most.sum(dim=0).cpu().split(self._widths))
+
+    def add(self, layer: int, q: Tensor, lse: Tensor, places: Tensor) -> None:
+        """Take the votes of rows: their shares of the softmax over everything they see.
+
+        Parameters
+        ----------
+        layer
+            One of ``layers``.
+        q
+            ``(heads, rows, head_dim)``, scaled; all rows lie behind all slots.
+        lse
+            ``(heads, rows)``.
+        places
+            ``(rows,)`` positions of the rows.
+        """
+        kv_heads = self._decoder.spec.num_kv_heads
+        turned = _turned(self._decoder, layer, q, places - self._offsets[:, None, None])
+        queries = turned.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+        sums = lse.unflatten(0, (kv_heads, -1)).flatten(1, 2)[..., None]
+        most, at, first = self._most[layer - self.layers.start], 0, 0
+        while first < len(self._bodies):
+            pieces: list[Tensor] = []
+            width = 0
+            while first < len(self._bodies) and (not pieces or width + self._widths[first] <= _SLOTS_AT_ONCE):
+                keys = self._bodies[first].kv[layer, 0]
+                pieces.append(torch.matmul(queries[first], keys.transpose(-1, -2)))
+                width += self._widths[first]
+                first += 1
+            logits = (torch.cat(pieces, dim=-1) if len(pieces) > 1 else pieces[0]).to(sums.dtype)
+            mine = most[at : at + width]
+            torch.maximum(mine, logits.sub_(sums).amax(dim=(0, 1)).exp_(), out=mine)
+            at += width
+
+
+class _Scoring:
+    """Attention as planned; the last rows, at the given positions, vote."""
+
+    def __init__(self, inner: Plan, votes: _Votes, voters: Sequence[int]) -> None:
         self._inner = inner
-        self._segments = [(layout.segments[index], mine) for index, mine in scores.items()]
-        self._layers = layers
-        self._voters = voters
-        places = torch.tensor(positions[len(positions) - max(voters, 0) :], dtype=torch.int64, device=decoder.device)
-        self._places = places
-        offsets = [s.start - s.body.rotation_base for s, _ in self._segments if s.body is not None]
-        self._distances = places - torch.tensor(offsets, dtype=torch.int64, device=decoder.device)[:, None]
+        self._votes = votes
+        self._voters = len(voters)
+        self._places = torch.tensor(voters, dtype=torch.int64)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, options: dict[str, Any]) -> Tensor:
         """As :class:`~epic_engine.model.decoder.AttentionStep`."""
         out = self._inner.attend(layer, q, k, v, scaling, options)
-        if self._voters > 0 and layer in self._layers:
-            self._vote(layer, q[0, :, -self._voters :], scaling)
-        if layer == self._layers.stop - 1 < self._decoder.spec.num_layers - 1:
+        layers = self._votes.layers
+        if self._voters and layer in layers:
+            lse = self._inner.log_sum_exp()[:, -self._voters :]
+            query = q[0, :, -self._voters :].to(lse.dtype) * scaling
+            self._votes.add(layer, query, lse, self._places.to(q.device))
+        if layer == layers.stop - 1 < self._votes.depth - 1:
             raise _EnoughError  # the layers above have no say
         return out
-
-    def _vote(self, layer: int, q: Tensor, scaling: float) -> None:
-        """The voters' largest shares of the softmax over everything they see become the linked slots' scores."""
-        kv_heads = self._decoder.spec.num_kv_heads
-        lse = self._inner.log_sum_exp()[:, -self._voters :]
-        q = q.to(lse.dtype) * scaling
-        sums = lse.unflatten(0, (kv_heads, -1)).flatten(1, 2)[..., None]
-        for (segment, scores), distances in zip(self._segments, self._distances, strict=True):
-            assert segment.body is not None
-            query = _turned(self._decoder, layer, q, distances).unflatten(0, (kv_heads, -1)).flatten(1, 2)
-            logits = torch.matmul(query, segment.body.kv[layer, 0].transpose(-1, -2)).to(sums.dtype)
-            if self._places[0] < segment.stop:
-                unseen = torch.arange(segment.start, segment.stop, device=q.device) > self._places[:, None]
-                logits.unflatten(1, (-1, self._voters)).masked_fill_(unseen, -torch.inf)
-            most = logits.sub_(sums).amax(dim=(0, 1)).exp_()
-            mine = scores[layer - self._layers.start]
-            torch.maximum(mine, most, out=mine)
