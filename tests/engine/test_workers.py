@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 import torch
@@ -16,20 +18,22 @@ pytestmark = pytest.mark.skipif(
     workers._openmp() is None or torch.get_num_threads() < 2, reason="torch has no GNU OpenMP, or one thread"
 )
 
-
-def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+Found = TypeVar("Found")
 
 
-def _large_operator() -> int:
-    """Runs one, and says how many threads that started."""
+def _threads() -> set[str]:
+    return set(os.listdir("/proc/self/task"))
+
+
+def _large_operator() -> set[str]:
+    """Runs one, and says which threads that started."""
     before = _threads()
     torch.ones(1 << 20).exp_()
     return _threads() - before
 
 
-def _in_a_thread(work: Callable[[], int]) -> int:
-    found: list[int] = []
+def _in_a_thread(work: Callable[[], Found]) -> Found:
+    found: list[Found] = []
     thread = threading.Thread(target=lambda: found.append(work()))
     thread.start()
     thread.join()
@@ -38,38 +42,47 @@ def _in_a_thread(work: Callable[[], int]) -> int:
 
 def test_workers_are_given_back_and_come_again() -> None:
     workers.give_workers_back()
-    others = torch.get_num_threads() - 1
-    assert _large_operator() == others
-    assert _large_operator() == 0
-    before = _threads()
+    started = _large_operator()
+    assert len(started) == torch.get_num_threads() - 1
+    assert not _large_operator()
     workers.give_workers_back()
-    assert before - _threads() == others
-    assert _large_operator() == others
+    assert not started & _threads()
+    assert len(_large_operator()) == len(started)
     workers.give_workers_back()
     workers.give_workers_back()
 
 
 def test_a_thread_does_without() -> None:
-    def alone() -> int:
+    def alone() -> tuple[int, int]:
         workers.do_without_workers()
-        return _large_operator() * 10 + torch.get_num_threads()
+        return len(_large_operator()), torch.get_num_threads()
 
     threads = torch.get_num_threads()
-    assert _in_a_thread(alone) == 1
+    assert _in_a_thread(alone) == (0, 1)
     assert torch.get_num_threads() == threads
     assert _in_a_thread(torch.get_num_threads) == threads
 
 
 def test_who_waits_for_the_engine_holds_no_workers() -> None:
-    workers.give_workers_back()
     with Engine(tiny("llama"), selftest=False) as engine:
-        keys = [engine.compile(list(range(3, 90)))]
-        engine.generate([*keys, [5, 6]], SamplingParams(max_tokens=2))
+        key = engine.compile(list(range(3, 90)))
+        for work in (
+            lambda: engine.generate([key, [5, 6]], SamplingParams(max_tokens=2)),
+            lambda: engine.compile(list(range(50, 70))),
+        ):
+            workers.give_workers_back()
+            mine = _large_operator()
+            assert mine
+            work()
+            assert not mine & _threads()
+
+
+def test_an_idle_engine_holds_no_workers() -> None:
+    with Engine(tiny("llama"), selftest=False) as engine:
+        theirs = engine._loop.call(_large_operator)
+        assert theirs
         engine._loop.drain()
-        before = _threads()
-        others = _large_operator()
-        assert others == torch.get_num_threads() - 1
-        engine.generate([*keys, [5, 6]], SamplingParams(max_tokens=2))
-        engine.compile(list(range(50, 70)))
-        engine._loop.drain()
-        assert _threads() <= before
+        deadline = time.monotonic() + 10
+        while theirs & _threads() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not theirs & _threads()

@@ -126,12 +126,13 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """Rows ``[first, last)`` of the pass, and the private KV they extend."""
+    """Rows ``[first, last)`` of the pass, and the private KV they extend; ``held`` is what it held before."""
 
     first: int
     last: int
     private: SequenceKV
     span: Span | None
+    held: Sequence[tuple[Tensor, int, int]]
 
 
 class TorchBackend(AttentionBackend):
@@ -180,9 +181,11 @@ class TorchPlan(Plan):
             span = None
             if len(item.positions) > 1 and worth_a_span(item, decoder.spec):
                 span = Span(decoder, item, masks=self._masks)
-            self._sequences.append(_Sequence(first, len(local), private, span))
-            # What a sequence held before this pass lies before all its rows: a run like any other.
-            own = [Run(kv, start, stop, private.base, 0) for kv, start, stop in private.pieces()]
+            held = private.pieces()
+            own: list[Run] = []
+            if len(item.positions) == 1:  # forks that decode read what they share together, like any other run
+                own = [Run(kv, start, stop, private.base, 0) for kv, start, stop in held]
+            self._sequences.append(_Sequence(first, len(local), private, span, held))
             shared: Sequence[Run] = item.runs
             if item.whole is not None and self._masks and span is None:
                 shared = item.whole
@@ -259,10 +262,14 @@ class TorchPlan(Plan):
         for wait in self._waits.values():
             wait(layer)
         for seq in self._sequences:
+            mine = slice(seq.first, seq.last)
             if seq.span is not None:
-                mine = slice(seq.first, seq.last)
                 spanned = seq.span.lay_out(layer, key[:, mine], values[:, mine])
                 self._read(total[mine], lse[mine], own_query[:, mine], seq.span, spanned, scaling)
+            if seq.last - seq.first > 1:
+                for kv, start, stop in seq.held:
+                    keys, theirs = kv[layer, 0, :, start:stop], kv[layer, 1, :, start:stop]
+                    self._absorb(total[mine], lse[mine], own_query[:, mine], keys, theirs, scaling)
         for index, block in enumerate(self._blocks):
             pairs = torch.index_select(query, 1, block.rows, out=block.scratch("pairs", query, 1))
             if turns is not None:
@@ -326,11 +333,14 @@ class TorchPlan(Plan):
             own = slice(begin, reading.stop)
             total[mine], lse[mine] = self._causal(rows, keys[:, own], values[:, own], scaling)
             if begin:
-                out, weight = self._folded(rows, keys[:, :begin], values[:, :begin], scaling)
-                held = lse[mine]
-                both = torch.logaddexp(held, weight.to(self._wide))
-                total[mine].lerp_(out.to(self._wide), torch.exp(weight - both)[..., None])
-                held.copy_(both)
+                self._absorb(total[mine], lse[mine], rows, keys[:, :begin], values[:, :begin], scaling)
+
+    def _absorb(self, total: Tensor, lse: Tensor, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        """Add keys that all rows see, at the sequence's own positions, in place."""
+        out, weight = self._folded(q, keys, values, scaling)
+        both = torch.logaddexp(lse, weight.to(self._wide))
+        total.lerp_(out.to(self._wide), torch.exp(weight - both)[..., None])
+        lse.copy_(both)
 
     def _merge(self, total: Tensor, lse: Tensor, block: _Block, q: Tensor, layer: int, scaling: float) -> Tensor:
         """Add one block's pieces to ``total`` in place; returns the new log-sum-exp."""

@@ -24,6 +24,7 @@ from epic_engine.metrics import Metrics
 from epic_engine.model.decoder import AttentionStep, Decoder
 from epic_engine.workers import do_without_workers, give_workers_back
 
+from .cost import PassCost
 from .decode_graphs import DecodeGraphs
 from .jobs import LinkJob
 from .scheduler import Part, Pass, Scheduler
@@ -114,6 +115,8 @@ class StepLoop:
         self._backend = backend
         self._metrics = metrics
         self._stall_seconds = stall_seconds
+        # They read much and compute little, and look at what they read: what they cost says nothing of other passes.
+        self._first_passes = PassCost(decoder.spec, sum(p.numel() for p in decoder.reference.parameters()))
         self._graphs = graphs
         self._changed = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -179,12 +182,16 @@ class StepLoop:
     def run(self, ids: Sequence[int], positions: Sequence[int], step: AttentionStep) -> None:
         """Run rows through the model with a given step, for what the step keeps."""
         pairs = sum(positions) + len(positions)
-        seconds = self._scheduler.cost.seconds(len(ids), pairs)
+        seconds = self._first_passes.seconds(len(ids), pairs)
 
         def work() -> None:
-            begin = time.perf_counter()
-            self._decoder.run(ids, positions, self._polite(step, seconds))
-            self._metrics.step(time.perf_counter() - begin, 0, 0, 0, other_rows=len(ids))
+            begin, away = time.perf_counter(), self._away
+            try:
+                self._decoder.run(ids, positions, self._polite(step, seconds))
+            finally:  # a step that has seen enough ends the pass by raising
+                spent = time.perf_counter() - begin - (self._away - away)
+                self._first_passes.observe(len(ids), pairs, spent)
+                self._metrics.step(spent, 0, 0, 0, other_rows=len(ids))
 
         self.call(work, seconds)
 
