@@ -20,6 +20,9 @@ __all__ = ["Part", "Pass", "Scheduler"]
 
 # A link is short beside one that takes eight times as long.
 _SHORT_SHARE = 1 / 8
+# Of the time that all waiting short links would take, this share may go into one pass: the more of them wait, the more
+# share its fixed cost, and the less a little longer pass matters to each.
+_BACKLOG_SHARE = 1 / 4
 
 
 @dataclass(frozen=True)
@@ -233,11 +236,12 @@ class Scheduler:
                 assert generation.linked is not None
                 place = len(generation.linked)
                 found.add(Part(generation.linked, generation.tokens[-1:], [place], generation=generation))
-        for job in self._ready():
-            part = self._rest(job)
+        links = [part for part in map(self._rest, self._ready()) if self._short(part)]
+        backlog = sum(self.cost.seconds(len(part.ids), part.pairs) for part in links)
+        within = min(max(self.short_seconds, backlog * _BACKLOG_SHARE), self._background_seconds)
+        for number, part in enumerate(links):
             rows, pairs = found.rows + len(part.ids), found.pairs + part.pairs
-            first = not any(p.job for p in found.parts)
-            if self._short(part) and (first or self._fits(rows, pairs)):
+            if number == 0 or self._fits(rows, pairs, within):
                 found.add(part)
         return found
 
@@ -260,16 +264,17 @@ class Scheduler:
             rows = min(self.cost.rows_within(left, part.positions[-1] + 1), self._rows_per_step - found.rows)
             if found.parts and (left <= 0 or rows < len(part.ids)):
                 break
+            rows = -(-len(part.ids) // -(-len(part.ids) // rows))  # pieces of one size: a small last one is dear
             found.add(Part(part.linked, part.ids[:rows], part.positions[:rows], job=part.job))
         if not found.parts:
             self.short_seconds = self.step_seconds
         return found
 
     def _short(self, part: Part) -> bool:
-        return self._fits(len(part.ids), part.pairs)
+        return self._fits(len(part.ids), part.pairs, self.short_seconds)
 
-    def _fits(self, rows: int, pairs: int) -> bool:
-        return rows <= self._rows_per_step and self.cost.seconds(rows, pairs) <= self.short_seconds
+    def _fits(self, rows: int, pairs: int, within: float) -> bool:
+        return rows <= self._rows_per_step and self.cost.seconds(rows, pairs) <= within
 
     def _rest(self, job: LinkJob) -> Part:
         assert job.linked is not None
