@@ -174,6 +174,7 @@ def road(spans: bool | None) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if spans is not None:
             stack.enter_context(patch.object(torch_backend, "worth_a_span", _reads_something if spans else _never))
+            stack.enter_context(patch.object(torch_backend, "_FEW_SLICES", 0))  # all pieces are mixed by one product
             for name, value in (("_KEYS_PER_BLOCK", 11), ("_CALL_COST", 10)):
                 stack.enter_context(patch.object(spans_module, name, value))
         yield

@@ -25,6 +25,9 @@ __all__ = ["TorchBackend", "dense_math"]
 
 # Rotated queries of this many (row, run) pairs are made at a time: more would leave the caches.
 _PAIRS_PER_BLOCK = 1024
+# Pieces of more slices of rows than this are mixed by one product, if its weights are not too many.
+_FEW_SLICES = 8
+_MOST_WEIGHTS = 1 << 15
 
 _Dense = Callable[[Tensor, Tensor, Tensor, float, bool, Tensor | None], tuple[Tensor, Tensor]]
 
@@ -103,12 +106,17 @@ class _Group:
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """Some of the (row, run) pairs of a pass."""
+    """Some of the (row, run) pairs of a pass.
+
+    ``slots`` are their places among the pieces of the merge, ``mix`` among ``rows * pairs`` weights; None if the pieces
+    are few and long.
+    """
 
     rows: Tensor
     distances: Tensor
     slots: Tensor
     groups: tuple[_Group, ...]
+    mix: Tensor | None
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def scratch(self, name: str, like: Tensor, dim: int) -> Tensor:
@@ -223,7 +231,9 @@ class TorchPlan(Plan):
         def tensor(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
-        return _Block(tensor(rows), tensor(distances), tensor(flat), tuple(made))
+        scattered = sum(len(g.readers) for g in made) > _FEW_SLICES and self._rows * len(rows) <= _MOST_WEIGHTS
+        mix = tensor([r * len(rows) + pair for pair, r in enumerate(rows)]) if scattered else None
+        return _Block(tensor(rows), tensor(distances), tensor(flat), tuple(made), mix)
 
     def _turns(self, layer: int) -> tuple[Tensor, list[Tensor]] | None:
         """Rotation factors of rows and of each block's pairs; shared by the layers of one table."""
@@ -360,6 +370,13 @@ class TorchPlan(Plan):
         mass = shares.sum(dim=0)
         shares /= mass
         total.mul_(shares[0, ..., None])
+        if block.mix is not None:
+            own = shares.flatten(0, 1).index_select(0, block.slots).permute(1, 2, 0)
+            mix = own.new_zeros((*own.shape[:2], self._rows * len(block.rows)))
+            mix.index_copy_(2, block.mix, own)
+            parts = torch.cat(outs).permute(1, 2, 0, 3).to(self._wide)
+            total += torch.matmul(mix.unflatten(2, (self._rows, -1)), parts).permute(2, 0, 1, 3)
+            return top + mass.log_()
         # Row by row an index_add would do, but it takes many times as long as these few slices.
         for index, (g, out) in enumerate(zip(block.groups, outs, strict=True)):
             at = 0
