@@ -58,7 +58,14 @@ def create_app(gateway: Gateway, keys: KeyRing) -> FastAPI:
             with contextlib.suppress(asyncio.CancelledError):
                 await sweeping
 
-    app = FastAPI(title="epic-rag", version=__version__, lifespan=lifespan, responses=_RESPONSES, docs_url=None)
+    app = FastAPI(
+        title="epic-rag",
+        version=__version__,
+        lifespan=lifespan,
+        responses=_RESPONSES,
+        docs_url=None,
+        redirect_slashes=False,  # an id may end with one
+    )
     app.state.gateway = gateway
     app.state.admission = Admission(settings.max_concurrent)
     app.state.http_metrics = HttpMetrics()

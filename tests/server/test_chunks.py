@@ -13,7 +13,7 @@ from urllib.parse import quote
 import httpx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from epic_rag.server.chunks import NewChunk
@@ -247,6 +247,7 @@ def test_no_id_that_somebody_guesses_is_anything_but_not_found(shared_gateway: R
     with shared_gateway.client() as client:
 
         @given(name=st.text(min_size=1, max_size=60))
+        @example("/")
         @settings(max_examples=40, deadline=None)
         def check(name: str) -> None:
             assert client.get(f"/v1/chunks/{quote(name.encode('utf-8', 'replace'), safe='')}").status_code == 404
