@@ -131,6 +131,11 @@ class Span:
         The sequence.
     masks
         Whether the attention kernel takes masks.
+
+    Attributes
+    ----------
+    readings
+        How its rows read it, each with its mask.
     """
 
     def __init__(self, decoder: Decoder, rows: SequenceRows, *, masks: bool = True) -> None:
@@ -149,8 +154,7 @@ class Span:
             width += run.stop - run.start
         places.extend(range(width, width + len(rows.positions) - len(places)))
         self._places = torch.tensor(places, dtype=torch.int64, device=device)
-        self.readings = readings(places, masks=masks)
-        self._masks = [None if r.causal else self._mask(r) for r in self.readings]
+        self.readings = [(r, None if r.causal else self._mask(r)) for r in readings(places, masks=masks)]
         self._blocks = _blocks([copy.width for copy in self._copies])
         self._laid = torch.empty((2, spec.num_kv_heads, places[-1] + 1, spec.head_dim), dtype=spec.dtype, device=device)
         wide = torch.float64 if spec.dtype == torch.float64 else torch.float32
@@ -178,10 +182,6 @@ class Span:
         hidden = torch.arange(reading.stop, device=places.device) > places
         mask = torch.zeros(hidden.shape, dtype=spec.dtype, device=places.device).masked_fill_(hidden, -torch.inf)
         return mask.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=0)
-
-    def reads(self) -> list[tuple[Reading, Tensor | None]]:
-        """The readings, each with its mask."""
-        return list(zip(self.readings, self._masks, strict=True))
 
     def _turns(self, layer: int) -> Tensor | None:
         """Per key the factor that turns it from its chunk's place to the sequence's; None if nothing turns."""

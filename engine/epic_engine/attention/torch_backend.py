@@ -134,7 +134,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """Rows ``[first, last)`` of the pass, and the private KV they extend; ``held`` is what it held before."""
+    """Rows ``[first, last)`` of the pass, and the private KV they extend; ``held`` is what many rows read of it."""
 
     first: int
     last: int
@@ -193,6 +193,7 @@ class TorchPlan(Plan):
             own: list[Run] = []
             if len(item.positions) == 1:  # forks that decode read what they share together, like any other run
                 own = [Run(kv, start, stop, private.base, 0) for kv, start, stop in held]
+                held = []
             self._sequences.append(_Sequence(first, len(local), private, span, held))
             shared: Sequence[Run] = item.runs
             if item.whole is not None and self._masks and span is None:
@@ -276,10 +277,9 @@ class TorchPlan(Plan):
             if seq.span is not None:
                 spanned = seq.span.lay_out(layer, key[:, mine], values[:, mine])
                 self._read(total[mine], lse[mine], own_query[:, mine], seq.span, spanned, scaling)
-            if seq.last - seq.first > 1:
-                for kv, start, stop in seq.held:
-                    keys, theirs = kv[layer, 0, :, start:stop], kv[layer, 1, :, start:stop]
-                    self._absorb(total[mine], lse[mine], own_query[:, mine], keys, theirs, scaling)
+            for kv, start, stop in seq.held:
+                keys, theirs = kv[layer, 0, :, start:stop], kv[layer, 1, :, start:stop]
+                self._absorb(total[mine], lse[mine], own_query[:, mine], keys, theirs, scaling)
         for index, block in enumerate(self._blocks):
             pairs = torch.index_select(query, 1, block.rows, out=block.scratch("pairs", query, 1))
             if turns is not None:
@@ -331,7 +331,7 @@ class TorchPlan(Plan):
     ) -> None:
         """What a sequence's rows gather from its span, and the log-sum-exp of that."""
         keys, values = laid
-        for reading, mask in span.reads():
+        for reading, mask in span.readings:
             mine = slice(reading.first, reading.last)
             rows = q[:, mine]
             if not reading.causal:

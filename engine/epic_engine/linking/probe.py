@@ -160,6 +160,7 @@ class _Votes:
     def __init__(self, decoder: Decoder, segments: Sequence[Segment], layers: range) -> None:
         self.layers = layers
         self.depth = decoder.spec.num_layers
+        self.device = decoder.device
         self._decoder = decoder
         self._bodies = [s.body for s in segments if s.body is not None]
         self._widths = [len(s.token_ids) for s in segments]
@@ -212,7 +213,7 @@ class _Scoring:
         self._inner = inner
         self._votes = votes
         self._voters = len(voters)
-        self._places = torch.tensor(voters, dtype=torch.int64)
+        self._places = torch.tensor(voters, dtype=torch.int64, device=votes.device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, options: dict[str, Any]) -> Tensor:
         """As :class:`~epic_engine.model.decoder.AttentionStep`."""
@@ -221,7 +222,7 @@ class _Scoring:
         if self._voters and layer in layers:
             lse = self._inner.log_sum_exp()[:, -self._voters :]
             query = q[0, :, -self._voters :].to(lse.dtype) * scaling
-            self._votes.add(layer, query, lse, self._places.to(q.device))
+            self._votes.add(layer, query, lse, self._places)
         if layer == layers.stop - 1 < self._votes.depth - 1:
             raise _EnoughError  # the layers above have no say
         return out

@@ -6,7 +6,7 @@ Both run a cheap first pass (:class:`LinkProbe`) and recompute the slots that it
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import ClassVar
 
@@ -39,12 +39,10 @@ def top_slots(scores: Mapping[int, Tensor], budget: int) -> dict[int, list[int]]
     indices = sorted(scores)
     if not indices:
         return {}
-    begins = list(accumulate((scores[index].numel() for index in indices), initial=0))
     flat = torch.cat([scores[index].float() for index in indices])
     chosen: dict[int, list[int]] = {}
-    for place in torch.sort(flat, descending=True, stable=True).indices[:budget].tolist():
-        owner = bisect_right(begins, place) - 1
-        chosen.setdefault(indices[owner], []).append(place - begins[owner])
+    for owner, slot in _located(_best_first(flat)[:budget], [scores[index].numel() for index in indices]):
+        chosen.setdefault(indices[owner], []).append(slot)
     return {index: sorted(slots) for index, slots in chosen.items()}
 
 
@@ -98,12 +96,11 @@ def top_windows(scores: Mapping[int, Tensor], budget: int, window: int, floor: f
             if sure < width:
                 break
             sure -= take(index, start, start + width, -(-width // 2))
-    begins = list(accumulate((sums.numel() for sums, _ in ranked), initial=0))
-    for place in _best_first(torch.cat([sums for sums, _ in ranked]) if ranked else torch.empty(0)):
+    order = _best_first(torch.cat([sums for sums, _ in ranked]) if ranked else torch.empty(0))
+    for owner, start in _located(order, [sums.numel() for sums, _ in ranked]):
         if left <= 0:
             break
-        owner = bisect_right(begins, place) - 1
-        index, start = ranked[owner][1], place - begins[owner]
+        index = ranked[owner][1]
         width = min(window, weighed[index].numel())
         take(index, start, start + width, -(-width // 2))
     if left > 0:
@@ -122,6 +119,14 @@ def _best_first(values: Tensor) -> list[int]:
     """Places from the highest value down; equal ones in order."""
     order: list[int] = torch.sort(values, descending=True, stable=True).indices.tolist()
     return order
+
+
+def _located(places: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Places in a row of tensors: which tensor, and where in it."""
+    begins = list(accumulate(sizes, initial=0))
+    for place in places:
+        owner = bisect_right(begins, place) - 1
+        yield owner, place - begins[owner]
 
 
 class _Selective(LinkPolicy):

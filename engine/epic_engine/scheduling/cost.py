@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 from epic_engine.model.spec import ModelSpec
 
 __all__ = ["PassCost"]
@@ -28,9 +30,18 @@ class PassCost:
     def __init__(self, spec: ModelSpec, parameters: int) -> None:
         self._row = 2.0 * parameters
         self._pair = 4.0 * spec.num_heads * spec.head_dim * spec.num_layers
+        self._forget()
+
+    def _forget(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
         self._fixed = 0.0
         self._slope = 1 / _FIRST_RATE
+
+    def fresh(self) -> PassCost:
+        """One for the same model that has seen no pass."""
+        new = copy.copy(self)
+        new._forget()
+        return new
 
     def seconds(self, rows: int, pairs: int) -> float:
         """Predicted duration.

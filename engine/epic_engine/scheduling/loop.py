@@ -115,8 +115,6 @@ class StepLoop:
         self._backend = backend
         self._metrics = metrics
         self._stall_seconds = stall_seconds
-        # They read much and compute little, and look at what they read: what they cost says nothing of other passes.
-        self._first_passes = PassCost(decoder.spec, sum(p.numel() for p in decoder.reference.parameters()))
         self._graphs = graphs
         self._changed = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -132,11 +130,14 @@ class StepLoop:
         self._long: Pass | None = None
         self._scheduler: Scheduler
         self._linker: Linker
+        self._first_passes: PassCost
         _loops.add(self)
 
     def serve(self, scheduler: Scheduler, linker: Linker) -> None:
         """Take the queues to work on; once, before anything else."""
         self._scheduler, self._linker = scheduler, linker
+        # They read much and compute little, and look at what they read: what they cost says nothing of other passes.
+        self._first_passes = scheduler.cost.fresh()
 
     # -- from any thread ---------------------------------------------------------------------------------------
 
