@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -20,16 +22,33 @@ pytestmark = pytest.mark.skipif(
 
 Found = TypeVar("Found")
 
+_MARKS = itertools.count()
+
 
 def _threads() -> set[str]:
     return set(os.listdir("/proc/self/task"))
 
 
+def _name_of(thread: str) -> str:
+    try:
+        return Path(f"/proc/self/task/{thread}/comm").read_text().strip()
+    except OSError:  # it has ended
+        return ""
+
+
 def _large_operator() -> set[str]:
-    """Runs one, and says which threads that started."""
-    before = _threads()
-    torch.ones(1 << 20).exp_()
-    return _threads() - before
+    """Runs one, and says which threads that started: they inherit the name of the one that runs it.
+
+    Which threads are new would not tell: other tests' helpers come and go.
+    """
+    mine = str(threading.get_native_id())
+    before, mark = _name_of(mine), f"mark {next(_MARKS)}"
+    Path("/proc/thread-self/comm").write_text(mark)
+    try:
+        torch.ones(1 << 20).exp_()
+        return {thread for thread in _threads() if _name_of(thread) == mark} - {mine}
+    finally:
+        Path("/proc/thread-self/comm").write_text(before)
 
 
 def _in_a_thread(work: Callable[[], Found]) -> Found:
