@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["do_without_workers", "give_workers_back"]
+__all__ = ["do_without_workers", "give_workers_back", "have_workers"]
 
 _SOFT = 1  # omp_pause_soft
 
@@ -44,7 +44,19 @@ def give_workers_back() -> None:
 
 def do_without_workers() -> None:
     """Have the calling thread run every operator alone from now on."""
+    have_workers(1)
+
+
+def have_workers(threads: int | None = None) -> bool:
+    """Have the calling thread run its operators with so many threads, itself included; whether that can be said here.
+
+    Parameters
+    ----------
+    threads
+        None leaves their number as it is.
+    """
     library = _openmp()
-    if library is not None:
+    if library is not None and threads is not None:
         torch.get_num_threads()  # sets the thread's number the first time it is asked
-        library.omp_set_num_threads(1)
+        library.omp_set_num_threads(threads)
+    return library is not None

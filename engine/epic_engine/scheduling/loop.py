@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from epic_engine.attention.base import AttentionBackend, SequenceRows
+from epic_engine.contention import ContentionWatch
 from epic_engine.errors import EngineClosedError
 from epic_engine.linking.linker import Linker
 from epic_engine.metrics import Metrics
@@ -122,6 +123,7 @@ class StepLoop:
         self._closing = False
         self._idle = True
         self._thread: threading.Thread | None = None
+        self._watch = ContentionWatch()
         self._preparers = ThreadPoolExecutor(_PREPARERS, "epic-link", do_without_workers)
         self._nested = False
         self._served_seconds = 0.0
@@ -268,6 +270,7 @@ class StepLoop:
     # -- in the loop's thread ----------------------------------------------------------------------------------
 
     def _main(self) -> None:
+        self._watch.resume()
         while True:
             try:
                 worked = self._turn()
@@ -283,13 +286,16 @@ class StepLoop:
                 if self._scheduler.idle:
                     self._idle = True
                     self._changed.notify_all()
+                    self._watch.pause()
                     give_workers_back()
                     self._changed.wait()
+                    self._watch.resume()
                 else:
                     self._changed.wait(_POLL_SECONDS)
         self._end()
 
     def _end(self) -> None:
+        self._watch.close()
         error = EngineClosedError("this engine was closed while the request ran: make a new one.")
         while self._inbox:
             self._inbox.popleft()()
