@@ -330,20 +330,18 @@ class TorchPlan(Plan):
         self, total: Tensor, lse: Tensor, q: Tensor, span: Span, laid: tuple[Tensor, Tensor], scaling: float
     ) -> None:
         """What a sequence's rows gather from its span, and the log-sum-exp of that."""
-        keys, values = laid
         for reading, mask in span.readings:
-            mine = slice(reading.first, reading.last)
-            rows = q[:, mine]
-            if not reading.causal:
-                total[mine], lse[mine] = self._folded(
-                    rows, keys[:, : reading.stop], values[:, : reading.stop], scaling, mask
-                )
-                continue
-            begin = reading.stop - (reading.last - reading.first)
-            own = slice(begin, reading.stop)
-            total[mine], lse[mine] = self._causal(rows, keys[:, own], values[:, own], scaling)
-            if begin:
-                self._absorb(total[mine], lse[mine], rows, keys[:, :begin], values[:, :begin], scaling)
+            mine, seen = slice(reading.first, reading.last), slice(reading.start, reading.stop)
+            rows, (keys, values) = q[:, mine], (x[:, seen] for x in laid)
+            if reading.more:
+                self._absorb(total[mine], lse[mine], rows, keys, values, scaling)
+            elif not reading.causal:
+                total[mine], lse[mine] = self._folded(rows, keys, values, scaling, mask)
+            else:
+                before = keys.shape[1] - rows.shape[1]
+                total[mine], lse[mine] = self._causal(rows, keys[:, before:], values[:, before:], scaling)
+                if before:
+                    self._absorb(total[mine], lse[mine], rows, keys[:, :before], values[:, :before], scaling)
 
     def _absorb(self, total: Tensor, lse: Tensor, q: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         """Add keys that all rows see, at the sequence's own positions, in place."""
