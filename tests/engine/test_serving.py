@@ -392,38 +392,6 @@ def test_an_engine_that_is_dropped_ends_its_thread() -> None:
     assert not thread.is_alive()
 
 
-def test_a_long_link_lets_others_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every pass a long one, a short request is answered while the rows of another are under way."""
-    params = SamplingParams(max_tokens=3, ignore_eos=True)
-    with Engine(tiny("llama"), selftest=False, step_seconds=1e-9, stall_seconds=0) as engine:
-        monkeypatch.setattr(engine._serving.scheduler, "_background_seconds", 100.0)
-        passes: list[int] = []
-        within: list[tuple[int, int]] = []
-        logits = engine.decoder.logits
-
-        def watched(ids: Any, *arguments: Any) -> Tensor:
-            if passes:
-                within.append((passes[-1], len(ids)))
-            passes.append(len(ids))
-            try:
-                return logits(ids, *arguments)
-            finally:
-                passes.pop()
-
-        monkeypatch.setattr(engine.decoder, "logits", watched)
-        short = engine.stream([_ids(3, 2)], SamplingParams(max_tokens=400, ignore_eos=True), policy="full")
-        next(short)
-        long = engine.stream([_ids(300, 1)], params, policy="full")
-        got = [e.token_id for e in long]
-        short.close()
-    assert (300, 1) in within
-    with Engine(tiny("llama"), selftest=False) as engine:
-        assert got == list(engine.generate([_ids(300, 1)], params, policy="full").token_ids)
-        want = engine.generate([_ids(3, 2)], SamplingParams(max_tokens=400, ignore_eos=True), policy="full")
-        tokens = short.completion.token_ids
-        assert tokens == want.token_ids[: len(tokens)]
-
-
 @pytest.mark.backends
 def test_logits_of_chosen_rows_are_those_rows(engine: Engine) -> None:
     plan = engine.backend.plan([engine.link([QUESTION], policy="full", room=4).rows(range(6, 10))])

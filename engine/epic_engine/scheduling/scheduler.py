@@ -23,6 +23,9 @@ _SHORT_SHARE = 1 / 8
 # Of the time that all waiting short links would take, this share may go into one pass: the more of them wait, the more
 # share its fixed cost, and the less a little longer pass matters to each.
 _BACKLOG_SHARE = 1 / 4
+# How many times as long a pass in the background may be if it completes the links that joined the first: rows of two
+# links together cost less than apart.
+_JOINED = 2
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class Scheduler:
     step_seconds
         A pass that takes longer is run in the background of shorter ones.
     background_seconds
-        Longest pass.
+        Longest pass of one link; several may take twice as long together.
     rows_per_step
         Most rows a pass.
     max_running
@@ -260,7 +263,8 @@ class Scheduler:
             assert part.job is not None
             if part.job.computed == 0 and self._short(part):
                 continue  # it is served between the layers of the others
-            left = self._background_seconds - self.cost.seconds(found.rows, found.pairs)
+            most = self._background_seconds * (_JOINED if found.parts else 1)
+            left = most - self.cost.seconds(found.rows, found.pairs)
             rows = min(self.cost.rows_within(left, part.positions[-1] + 1), self._rows_per_step - found.rows)
             if found.parts and (left <= 0 or rows < len(part.ids)):
                 break
