@@ -237,16 +237,17 @@ class Catalogue(Database):
             newest = db.execute("SELECT coalesce(max(id), 0) FROM chunks").fetchone()[0]
             ends: dict[int, int] = {}
             sizes: dict[str, int] = {}
+            numbers: dict[tuple[str, str], int] = {}
             for segment, record in records:
                 key = bytes.fromhex(record.info.key.hex)
                 span = record.end - record.start
                 place = (segment, record.start, record.offset, record.stored, span)
                 chunk = (record.info, place, record.shape, record.dtype, record.checksum)
                 try:  # most keys are new, which is found out by entering them
-                    schema.insert_chunk(db, *chunk, clock=clock)
+                    schema.insert_chunk(db, *chunk, clock=clock, numbers=numbers)
                 except sqlite3.IntegrityError:
                     pinned = self._remove(db, key)
-                    schema.insert_chunk(db, *chunk, clock=clock, pinned=pinned)
+                    schema.insert_chunk(db, *chunk, clock=clock, pinned=pinned, numbers=numbers)
                 ends[segment] = max(ends.get(segment, 0), record.end)
                 sizes[record.info.namespace] = sizes.get(record.info.namespace, 0) + span
             for namespace, wanted in sizes.items():

@@ -176,6 +176,7 @@ def insert_chunk(
     *,
     clock: float,
     pinned: bool = False,
+    numbers: dict[tuple[str, str], int] | None = None,
 ) -> None:
     """Enter a chunk; inside a transaction.
 
@@ -193,6 +194,8 @@ def insert_chunk(
         Of the eviction.
     pinned
         Whether it must not be evicted.
+    numbers
+        Of names, by table and name, as far as they were looked up in this transaction; gets those of this chunk.
 
     Raises
     ------
@@ -202,7 +205,12 @@ def insert_chunk(
     span = place[-1]
     row = pack_row(info, shape, dtype, checksum)
     key, _, _, content, _, ids, context_ids, nbytes, created, depends, expires, cost, _, sizes, _, _ = row
-    namespace = intern(db, "namespaces", info.namespace)
+    numbers = {} if numbers is None else numbers
+    names = ("namespaces", info.namespace), ("fingerprints", info.fingerprint), ("contexts", info.context)
+    for name in names:
+        if name not in numbers:
+            numbers[name] = intern(db, *name)
+    namespace, fingerprint, context = (numbers[name] for name in names)
     cursor = db.execute(
         "INSERT INTO chunks (key, namespace, fingerprint, content, context, segment, start, offset, stored, span, "
         "nbytes, shape, dtype, encoding, checksum, created, expires, cost, depends, token_ids, context_ids, seal) "
@@ -210,9 +218,9 @@ def insert_chunk(
         (
             key,
             namespace,
-            intern(db, "fingerprints", info.fingerprint),
+            fingerprint,
             content,
-            intern(db, "contexts", info.context),
+            context,
             *place,
             nbytes,
             sizes,
