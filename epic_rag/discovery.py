@@ -89,17 +89,18 @@ class TextIndex:
             Whether it can be found in prompts.
         """
         text = text.strip()
-        width = _ANCHOR if len(text) >= _ANCHOR else _SHORT_ANCHOR
         digest = _digest(text)
         with self._lock:
             known = self._known.get(name)
             if known is not None and known.text_digest == digest:
                 return True
             self._forget(name)
-            table = self._by_anchor[width]
-            places = _spread([m.start() for m in _WORD_START.finditer(text) if m.start() + width <= len(text)])
-            if not places:
+            starts = [m.start() for m in _WORD_START.finditer(text)]
+            fitting = {width: [at for at in starts if at + width <= len(text)] for width in self._by_anchor}
+            width = next((width for width in fitting if fitting[width]), None)  # the long one if it fits anywhere
+            if width is None:
                 return False
+            table, places = self._by_anchor[width], _spread(fitting[width])
             offset = min(places, key=lambda place: len(table.get(text[place : place + width], ())))
             anchor = text[offset : offset + width]
             table.setdefault(anchor, []).append(name)

@@ -17,7 +17,7 @@ import torch
 
 from .workers import give_workers_back, have_workers
 
-__all__ = ["ContentionWatch"]
+__all__ = ["ContentionWatch", "times_of_threads", "waits_for_cores"]
 
 # Seconds between two looks, and for how long workers sleep at once after a look that found a thread waiting.
 _LOOK_EVERY = 0.1
@@ -42,13 +42,13 @@ class ContentionWatch:
     def __init__(self) -> None:
         self.contended = False
         self._working = threading.Event()
-        self._closed = False
+        self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def resume(self) -> None:
         """The engine works from now on."""
         self._working.set()
-        if self._thread is None and not self._closed and have_workers() and times_of_threads():
+        if self._thread is None and not self._ended.is_set() and have_workers() and times_of_threads():
             self._thread = threading.Thread(target=self._main, name="epic-contention", daemon=True)
             self._thread.start()
 
@@ -58,7 +58,7 @@ class ContentionWatch:
 
     def close(self) -> None:
         """End the thread, and wait for it."""
-        self._closed = True
+        self._ended.set()
         self._working.set()
         if self._thread is not None:
             self._thread.join()
@@ -66,8 +66,7 @@ class ContentionWatch:
     def _main(self) -> None:
         until = 0.0
         before, since = times_of_threads(), time.monotonic()
-        while not self._closed:
-            time.sleep(_LOOK_EVERY)
+        while not self._ended.wait(_LOOK_EVERY):
             after, now = times_of_threads(), time.monotonic()
             if waits_for_cores(before, after, now - since):
                 until = now + _SLEEP_FOR

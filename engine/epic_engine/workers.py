@@ -59,4 +59,6 @@ def have_workers(threads: int | None = None) -> bool:
     if library is not None and threads is not None:
         torch.get_num_threads()  # sets the thread's number the first time it is asked
         library.omp_set_num_threads(threads)
+        if hasattr(library, "MKL_Set_Num_Threads_Local"):  # a number that was set for MKL counts more than OpenMP's
+            library.MKL_Set_Num_Threads_Local(threads)
     return library is not None

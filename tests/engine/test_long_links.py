@@ -72,6 +72,14 @@ def test_long_links_share_passes_of_twice_the_length(monkeypatch: pytest.MonkeyP
             return forward(work)
 
         monkeypatch.setattr(engine._loop, "_forward", watched)
+        background = scheduler.background
+
+        def together() -> Pass:
+            """Nothing until all are laid out."""
+            laid_out = sum(job.linked is not None for job in scheduler.linking)
+            return background() if rows or laid_out == len(prompts) else Pass()
+
+        monkeypatch.setattr(scheduler, "background", together)
         with Gate(engine):
             streams = [engine.stream(prompt, params, policy="full") for prompt in prompts]
         assert [tuple(e.token_id for e in stream) for stream in streams] == want[:3]

@@ -73,6 +73,13 @@ def test_chunks_with_the_same_header_are_told_apart() -> None:
     assert index.find(prompt.replace("handbook.md", "handbook.txt")) == []
 
 
+def test_a_text_whose_first_word_begins_too_late_for_a_long_anchor() -> None:
+    text = "{x} beta beta beta Zürich Zürich"
+    index = TextIndex()
+    assert index.add("a", text)
+    assert index.find(f"See {text}.") == [Match(4, 36, "a")]
+
+
 def test_white_space_around_a_text_does_not_matter() -> None:
     index = index_of({"a": "\n  The crane lifts four tonnes on good days.\n\n"})
     (match,) = index.find("See: The crane lifts four tonnes on good days. Why?")
