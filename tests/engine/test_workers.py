@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +25,7 @@ pytestmark = pytest.mark.skipif(
 Found = TypeVar("Found")
 
 _MARKS = itertools.count()
+ROOT = Path(__file__).parents[2]
 
 
 def _threads() -> set[str]:
@@ -71,23 +74,27 @@ def test_workers_are_given_back_and_come_again() -> None:
     workers.give_workers_back()
 
 
-def test_a_thread_does_without() -> None:
-    def alone() -> tuple[int, int]:
-        workers.do_without_workers()
-        started = []
-        for _ in range(5):
-            # Its workers would come each time. What a finaliser of another test starts while this thread collects
-            # garbage comes once.
-            workers.give_workers_back()
-            started.append(len(_large_operator()))
-        return min(started), torch.get_num_threads()
+ALONE = """
+import torch
+from epic_engine import workers
+from tests.engine.test_workers import _in_a_thread, _large_operator
 
-    threads = torch.get_num_threads()
-    assert _in_a_thread(alone) == (0, 1)
-    torch.set_num_threads(threads)  # tells MKL, too, and that for all threads
-    assert _in_a_thread(alone) == (0, 1)
-    assert torch.get_num_threads() == threads
-    assert _in_a_thread(torch.get_num_threads) == threads
+def alone():
+    workers.do_without_workers()
+    return len(_large_operator()), torch.get_num_threads()
+
+threads = torch.get_num_threads()
+print(_in_a_thread(alone), _in_a_thread(torch.get_num_threads) == threads == torch.get_num_threads())
+torch.set_num_threads(threads)  # from now on torch tells every new thread, and MKL with it
+print(_in_a_thread(alone), _in_a_thread(torch.get_num_threads) == threads == torch.get_num_threads())
+"""
+
+
+def test_a_thread_does_without() -> None:
+    # A process of its own: what runs beside other tests may start threads while this looks.
+    done = subprocess.run([sys.executable, "-c", ALONE], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["(0, 1) True"] * 2
 
 
 def test_who_waits_for_the_engine_holds_no_workers() -> None:
