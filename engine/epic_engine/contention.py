@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from .workers import give_workers_back, have_workers
+from .workers import give_workers_back, have_workers, workers_are_known
 
 __all__ = ["ContentionWatch", "times_of_threads", "waits_for_cores"]
 
@@ -48,7 +48,7 @@ class ContentionWatch:
     def resume(self) -> None:
         """The engine works from now on."""
         self._working.set()
-        if self._thread is None and not self._ended.is_set() and have_workers() and times_of_threads():
+        if self._thread is None and not self._ended.is_set() and workers_are_known() and times_of_threads():
             self._thread = threading.Thread(target=self._main, name="epic-contention", daemon=True)
             self._thread.start()
 

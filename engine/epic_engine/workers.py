@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["do_without_workers", "give_workers_back", "have_workers"]
+__all__ = ["do_without_workers", "give_workers_back", "have_workers", "workers_are_known"]
 
 _SOFT = 1  # omp_pause_soft
 
@@ -47,18 +47,16 @@ def do_without_workers() -> None:
     have_workers(1)
 
 
-def have_workers(threads: int | None = None) -> bool:
-    """Have the calling thread run its operators with so many threads, itself included; whether that can be said here.
-
-    Parameters
-    ----------
-    threads
-        None leaves their number as it is.
-    """
+def have_workers(threads: int) -> None:
+    """Have the calling thread run its operators with so many threads from now on, itself included."""
     library = _openmp()
-    if library is not None and threads is not None:
+    if library is not None:
         torch.get_num_threads()  # sets the thread's number the first time it is asked
         library.omp_set_num_threads(threads)
         if hasattr(library, "MKL_Set_Num_Threads_Local"):  # a number that was set for MKL counts more than OpenMP's
             library.MKL_Set_Num_Threads_Local(threads)
-    return library is not None
+
+
+def workers_are_known() -> bool:
+    """Whether the functions here do anything: torch uses GNU's OpenMP."""
+    return _openmp() is not None

@@ -16,7 +16,8 @@ from epic_engine.contention import ContentionWatch, times_of_threads, waits_for_
 from tests.engine.models import tiny
 
 pytestmark = pytest.mark.skipif(
-    workers._openmp() is None or not times_of_threads(), reason="torch has no GNU OpenMP, or the system does not tell"
+    not workers.workers_are_known() or not times_of_threads(),
+    reason="torch has no GNU OpenMP, or the system does not tell",
 )
 
 SECOND = 1_000_000_000

@@ -19,7 +19,7 @@ from epic_engine import Engine, SamplingParams, workers
 from tests.engine.models import tiny
 
 pytestmark = pytest.mark.skipif(
-    workers._openmp() is None or torch.get_num_threads() < 2, reason="torch has no GNU OpenMP, or one thread"
+    not workers.workers_are_known() or torch.get_num_threads() < 2, reason="torch has no GNU OpenMP, or one thread"
 )
 
 Found = TypeVar("Found")

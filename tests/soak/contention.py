@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from epic_engine import Engine, SamplingParams
-from epic_engine.contention import ContentionWatch
 
 from epic_rag.benchmarks.serve_corpus import Corpus, compile_corpus
 from epic_rag.evaluation.datasets import load
@@ -59,7 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             hog = subprocess.Popen([sys.executable, "-c", "while True: pass"])
             stack.callback(hog.kill)
         report(f"beside {chosen.hogs}")
-        ContentionWatch.resume = lambda self: None  # type: ignore[method-assign]
         engine._loop._watch.close()
         report(f"beside {chosen.hogs}, without the watch")
 
